@@ -245,7 +245,7 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Reports the error to the other ranks, if this rank fails."""
-        self.over.set()
+        self.end()  # a line that is still on its way would replace that of the error
         if error is None or self.alone or isinstance(error, Gone):
             return
         known = isinstance(error, (errors.MckptError, KeyboardInterrupt))

@@ -6,13 +6,14 @@ These tests run in one process; test_ranks.py has those that start several.
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from mckpt import errors
 from mckpt.execute import ranks
-from mckpt.execute.ranks import Gone, Ranks, Session
+from mckpt.execute.ranks import Gone, Lines, Ranks, Session
 from tests.helpers.commands import good, mckpt, refused
 
 LAUNCHERS = [
@@ -134,6 +135,31 @@ def test_a_rank_notices_that_rank_0_failed_died_or_began_anew(
     shutil.rmtree(tmp_path / "ranks")
     with pytest.raises(Gone):
         second.listen()
+
+
+def test_an_error_is_not_replaced_by_a_line_that_was_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an object store the thread that reports reads the line of rank 0 before it writes."""
+    monkeypatch.setattr(ranks, "BEAT_S", 0.01)
+    reads, read = threading.Event(), threading.Event()
+
+    class Slow(Lines):
+        def belong_to(self, run: str) -> bool:
+            if threading.current_thread().name == "ranks":
+                reads.set()
+                read.wait(10)
+            return super().belong_to(run)
+
+    place = Slow(tmp_path / "ranks")
+    session = Session(tmp_path, Ranks(0, 2, "r"), lines=place)
+    with pytest.raises(errors.SourceError), session:
+        session.open()
+        reads.wait(10)
+        threading.Timer(0.2, read.set).start()
+        raise errors.SourceError("a file is short")
+    session.end()
+    assert "a file is short" in place.read(0)
 
 
 def test_a_process_that_was_stopped_does_not_treat_others_as_dead(
