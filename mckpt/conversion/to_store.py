@@ -74,6 +74,8 @@ class _Job:
         )
         self.sender = Sender.of(plan, self.journal, how, before, self.groups, carried)
         self.bytes_done = self.files_done = 0
+        # for ranks other than 0: the manifest of the output that was in place at the start
+        self.existing: dict[str, Any] | None = None
 
     # ---- rank 0
 
@@ -203,16 +205,15 @@ class _Job:
                 session.meet(lambda rank: None)
                 session.listen()
         except (Gone, Over):
-            session.end()
             journal.forget_line()
+            if self.existing is not None:
+                return self.existing
             self._published()
             manifest = self.destination.manifest()
             shared = str(manifest.get("read")).partition(":")[0]
             if (manifest.get("plan"), shared) != (self.plan.digest, self.before.shared):
                 raise
             return manifest
-        finally:
-            session.end()
 
     def _is_published(self, late: bool) -> bool:
         """Returns whether the output of this plan is there. With --overwrite it may be that of an
@@ -225,8 +226,9 @@ class _Job:
         try:
             self.journal.refuse_occupied()
         except DestinationError:
-            if not self.destination.overwrite and existing_output(self.plan).manifest is not None:
-                # rank 0 may still compare the content
+            if self.existing is None and not self.destination.overwrite:
+                self.existing = existing_output(self.plan).manifest
+            if self.existing is not None:  # rank 0 may still compare the content
                 raise Gone(f"{self.destination.path}: is done already") from None
             raise
         self.journal.refuse_living()

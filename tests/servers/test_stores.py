@@ -858,3 +858,16 @@ def test_what_is_in_the_way_of_rank_0_ends_the_others(bucket, cli):
     found = ranks(bucket, RANKS, RANKS)
     assert [one.returncode for one in found] == [6, 6], found
     assert all("already contains" in one.stderr for one in found)
+
+
+def test_ranks_end_well_if_the_output_of_a_touched_source_is_there(server, bucket, cli):
+    """Rank 0 still compares the content when the other rank has done so."""
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    time.sleep(1.1)
+    server.put(bucket, SRC, "hf/")
+    slow = (
+        "import time; from mckpt.conversion import done; differing = done.differing\n"
+        "done.differing = lambda *a: time.sleep(9) or differing(*a)"
+    )
+    found = ranks(bucket, f"{RANKS}{slow}", RANKS)
+    assert [one.returncode for one in found] == [0, 0], found
