@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from mckpt.conversion.sending import Sender
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal
 from mckpt.errors import DestinationError
 from mckpt.execute.engine import Cluster, continues
-from mckpt.execute.ranks import Gone, Ranks, Session
+from mckpt.execute.ranks import LOOK_S, Gone, Ranks, Session
 from mckpt.formats.hf_config import CONFIG
 from mckpt.progress import Progress
 from mckpt.storage import sparse_copy
@@ -76,6 +77,7 @@ class _Job:
         self.bytes_done = self.files_done = 0
         # for ranks other than 0: the manifest of the output that was in place at the start
         self.existing: dict[str, Any] | None = None
+        self.next_look = 0.0
 
     # ---- rank 0
 
@@ -219,6 +221,9 @@ class _Job:
         """Returns whether the output of this plan is there. With --overwrite it may be that of an
         earlier run, until rank 0 has been silent for long (`late`).
         """
+        if time.monotonic() < self.next_look:  # a listing may be long
+            return False
+        self.next_look = time.monotonic() + LOOK_S
         return (late or not self.destination.overwrite) and self._published() is not None
 
     def _refuse(self) -> None:

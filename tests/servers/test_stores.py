@@ -871,3 +871,13 @@ def test_ranks_end_well_if_the_output_of_a_touched_source_is_there(server, bucke
     )
     found = ranks(bucket, f"{RANKS}{slow}", RANKS)
     assert [one.returncode for one in found] == [0, 0], found
+
+
+def test_a_rank_that_waits_lists_the_store_now_and_then(server, bucket):
+    """The listing of a large destination takes seconds."""
+    server.set()
+    waits = "from mckpt.execute import ranks; ranks.START_S = 5.0"
+    found = ranks(bucket, "import os; os._exit(0)", f"{RANKS}{waits}")
+    assert "rank 0 has not begun" in found[1].stderr, found
+    lists = [one for one in server.control()["log"] if "list-type" in one]
+    assert len(lists) <= 12, lists
