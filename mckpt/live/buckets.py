@@ -78,6 +78,7 @@ class Buckets(NamedTuple):
     config: dict[str, Any]  # of the Hugging Face directory
     joined: Joined
     listed: list[Bucket]
+    most: int  # bytes of a bucket
 
 
 def plan(
@@ -116,7 +117,8 @@ def plan(
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
-    return Buckets(json.loads(export.config), joined, list(_buckets(tensors, joined, model, most)))
+    buckets = list(_buckets(tensors, joined, model, most // 2))
+    return Buckets(json.loads(export.config), joined, buckets, most)
 
 
 def _step(count: int, width: int, unit: int, most: int) -> int:
@@ -198,7 +200,10 @@ def _cut(layout: Layout, units: Mapping[str, int], most: int) -> Layout:
 def _buckets(
     tensors: list[Tensor], joined: Joined, model: Checkpoint, most: int
 ) -> Iterator[Bucket]:
-    """Yields the buckets: tensors of the same receivers, in the order of their places."""
+    """Yields the buckets: tensors of the same receivers, in the order of their places.
+
+    most: bytes of a bucket of several tensors; two such are on their way at a time.
+    """
     copies = joined.copies
     where = (copies["dst_file"].astype("i8") << FILE) + copies["dst_at"]
     starts = np.array([t.at for t in tensors], "i8")

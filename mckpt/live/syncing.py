@@ -4,10 +4,9 @@ again and again: the plan is made once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import numpy as np
 
 from mckpt import formats
 from mckpt.conversion.target import TargetOptions
@@ -50,8 +49,8 @@ class Sync:
                 ...
 
     All ranks make it, and all ranks iterate to the end, also those that receive nothing. A tensor
-    stays valid as long as it is used. Beside the tensors that the caller still holds, a call needs
-    at most twice `bucket_bytes` of memory on the device.
+    stays valid as long as it is used, and may keep the memory of its bucket. Beside the tensors
+    that the caller still holds, a call needs at most twice `bucket_bytes` on the device.
     """
 
     def __init__(
@@ -96,6 +95,8 @@ class Sync:
         release(model)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.weights[0].tensor().device
+        casts = self._plan.joined.casts
+        self._steps = [_steps(bucket, casts, self.rank) for bucket in self._plan.listed]
 
     @property
     def names(self) -> list[str]:
@@ -105,16 +106,25 @@ class Sync:
     def __call__(self) -> Iterator[Any]:
         """Yields the name and the tensor of each tensor that this rank receives, or a `Slice`.
 
+        While the caller uses the tensors of a bucket, the next one is on its way, unless both and a
+        tensor need more than twice `bucket_bytes`.
+
         Raises one error on all ranks at the end if a value was infinite in `dtype`, or could not be
         quantised.
         """
         self.memory.refresh()
         self._bad: list[tuple[str, torch.Tensor]] = []  # what was infinite: name, and a flag
-        for bucket in self._plan.listed:
-            segments = self._exchange(bucket)
-            if self.rank in bucket.to:
-                yield from self._tensors(bucket, segments)
-            del segments
+        sent: _Sent | None = None
+        for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
+            if sent and sent.steps.nbytes + bucket.nbytes > 2 * self._plan.most:
+                yield from self._tensors(sent)
+                sent = None
+            following = self._send(bucket, steps)
+            if sent:
+                yield from self._tensors(sent)
+            sent = following
+        if sent:
+            yield from self._tensors(sent)
         gathered(self._check)
         self.memory.refresh()
 
@@ -128,41 +138,59 @@ class Sync:
                 found,
             )
 
-    def _exchange(self, bucket: Bucket) -> torch.Tensor | None:
-        """Packs this rank's segment of a bucket, and sends it. Returns all segments on a rank that
-        receives them.
+    def _send(self, bucket: Bucket, steps: _Steps) -> _Sent:
+        """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
+        the bucket.
         """
         import torch
+        import torch.distributed as dist
 
         start, size = bucket.segments.get(self.rank, (0, 0))
-        if self.rank not in bucket.to:
-            if size:
-                segment = torch.empty(size, dtype=torch.uint8, device=self._device)
-                self._pack(bucket, segment, start)
-                self._send(bucket, segment, None)
-            return None
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-        self._pack(bucket, buffer[start : start + size], start)
-        self._send(bucket, buffer[start : start + size], buffer)
-        return buffer
+        receives = self.rank in bucket.to
+        buffer = torch.empty(
+            bucket.nbytes if receives else size, dtype=torch.uint8, device=self._device
+        )
+        own = buffer[start : start + size] if receives else buffer
+        self._pack(bucket, steps, own)
+        parts = {
+            rank: buffer[at : at + count] if receives else own
+            for rank, (at, count) in bucket.segments.items()
+        }
+        works: list[Any] = []
+        if self.world == 1:
+            pass
+        elif len(bucket.to) == self.world:
+            if dist.get_backend() == "nccl" and len(parts) > 1:
+                every = [parts.get(rank, buffer[:0]) for rank in range(self.world)]
+                works = [call(dist.all_gather, every, own, async_op=True)]
+            else:  # gloo gathers pieces of one size only
+                works = [
+                    call(dist.broadcast, part, rank, async_op=True) for rank, part in parts.items()
+                ]
+        elif messages := self._messages(bucket, parts):
+            works = call(dist.batch_isend_irecv, messages)
+        return _Sent(bucket, steps, buffer, works)
 
-    def _pack(self, bucket: Bucket, segment: torch.Tensor, start: int) -> None:
-        """Fills this rank's segment, which begins at byte `start` of the bucket."""
-        own = np.flatnonzero(bucket.rank == self.rank)
-        casts = self._plan.joined.casts
+    def _messages(self, bucket: Bucket, parts: dict[int, torch.Tensor]) -> list[Any]:
+        """Returns what this rank sends to and receives from single ranks."""
+        import torch.distributed as dist
+
+        messages = []
+        for rank, part in parts.items():
+            for receiver in sorted(bucket.to - {rank}):
+                if rank == self.rank:
+                    messages.append(dist.P2POp(dist.isend, part, receiver))
+                elif receiver == self.rank:
+                    messages.append(dist.P2POp(dist.irecv, part, rank))
+        return messages
+
+    def _pack(self, bucket: Bucket, steps: _Steps, segment: torch.Tensor) -> None:
+        """Fills this rank's segment."""
         given, wanted = [], []
-        for c, at, number in zip(
-            bucket.copies[own].tolist(),
-            (bucket.at[own] - start).tolist(),
-            bucket.tensor[own].tolist(),
-            strict=True,
-        ):
-            copy = _Copy(*c)
-            cast = casts[copy.cast]
-            width = itemsize(cast.source)
-            strides = copy.src_pitch // width, copy.src_step // width
-            view = self.memory.view(copy.src_at, cast.source, (copy.rows, copy.run), strides)
-            place = _packed(segment, at, cast.target, copy)
+        pieces = _pieces(segment, 0, steps.runs.get(self.rank, []))
+        for place, (at, shape, strides, cast, number) in zip(pieces, steps.own, strict=True):
+            view = self.memory.view(at, cast.source, shape, strides)
+            place = place.view(shape)
             if not cast.offset and cast.target != "float16":
                 given.append(view)
                 wanted.append(place)
@@ -173,66 +201,34 @@ class Sync:
                 self._bad.append((bucket.tensors[number].name, flag))
         _copy_all(wanted, given)
 
-    def _send(self, bucket: Bucket, own: torch.Tensor, buffer: torch.Tensor | None) -> None:
-        """Sends the segments of a bucket to all ranks that receive it."""
-        import torch.distributed as dist
-
-        if self.world == 1:
-            return
-        parts = {
-            rank: buffer[at : at + size] if buffer is not None else own
-            for rank, (at, size) in bucket.segments.items()
-        }
-        if len(bucket.to) == self.world:
-            if dist.get_backend() == "nccl" and len(parts) > 1:
-                assert buffer is not None
-                every = [parts.get(rank, buffer[:0]) for rank in range(self.world)]
-                call(dist.all_gather, every, own)
-            else:  # gloo gathers pieces of one size only
-                for rank, part in parts.items():
-                    call(dist.broadcast, part, rank)
-            return
-        messages = []
-        for rank, part in parts.items():
-            for receiver in sorted(bucket.to - {rank}):
-                if rank == self.rank:
-                    messages.append(dist.P2POp(dist.isend, part, receiver))
-                elif receiver == self.rank:
-                    messages.append(dist.P2POp(dist.irecv, part, rank))
-        if messages:
-            for request in call(dist.batch_isend_irecv, messages):
-                call(request.wait)
-
-    def _tensors(self, bucket: Bucket, segments: torch.Tensor | None) -> Iterator[Any]:
-        """Yields the tensors of a bucket whose segments are here."""
-        assert segments is not None
-        order = np.argsort(bucket.tensor, kind="stable")
-        bounds = np.searchsorted(bucket.tensor[order], np.arange(len(bucket.tensors) + 1))
-        for number, tensor in enumerate(bucket.tensors):
-            rows = order[bounds[number] : bounds[number + 1]]
-            whole = self._assembled(bucket, tensor, rows, segments)
-            for name, found, first, shape in self._forms(tensor, whole):
-                if self.slices:
-                    yield Slice(name, found, first, shape)
-                else:
-                    yield name, found
-
-    def _assembled(
-        self, bucket: Bucket, tensor: Tensor, rows: np.ndarray, segments: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns a tensor, made of its parts in the segments."""
+    def _tensors(self, sent: _Sent) -> Iterator[Any]:
+        """Waits for a bucket, and yields its tensors if this rank receives them."""
         import torch
 
-        out = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=self._device)
-        width, given, wanted = itemsize(tensor.dtype), [], []
-        for c, at in zip(bucket.copies[rows].tolist(), bucket.at[rows].tolist(), strict=True):
-            copy = _Copy(*c)
-            strides = copy.dst_pitch // width, copy.dst_step // width
-            start = (copy.dst_at - tensor.byte) // width
-            wanted.append(out.as_strided((copy.rows, copy.run), strides, start))
-            given.append(_packed(segments, at, tensor.dtype, copy))
+        for work in sent.works:
+            call(work.wait)
+        bucket, steps = sent.bucket, sent.steps
+        if self.rank not in bucket.to:
+            return
+        pieces = [
+            piece
+            for rank, (at, _) in bucket.segments.items()
+            for piece in _pieces(sent.buffer, at, steps.runs[rank])
+        ]
+        tensors, given, wanted = [], [], []
+        for tensor, parts in zip(bucket.tensors, steps.parts, strict=True):
+            if isinstance(parts, int):
+                tensors.append(pieces[parts].view(tensor.shape))
+                continue
+            dtype = getattr(torch, tensor.dtype)
+            tensors.append(torch.empty(tensor.shape, dtype=dtype, device=self._device))
+            for number, shape, strides, start in parts:
+                wanted.append(tensors[-1].as_strided(shape, strides, start))
+                given.append(pieces[number].view(shape))
         _copy_all(wanted, given)
-        return out
+        for tensor, whole in zip(bucket.tensors, tensors, strict=True):
+            for name, form, first, shape in self._forms(tensor, whole):
+                yield Slice(name, form, first, shape) if self.slices else (name, form)
 
     def _forms(
         self, tensor: Tensor, whole: torch.Tensor
@@ -256,30 +252,80 @@ def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
     return Sync(model_chunks, **options)()
 
 
-class _Copy(NamedTuple):
-    """One record of join.COPY as Python numbers."""
+class _Steps(NamedTuple):
+    """What this rank does for a bucket at each call, worked out once. A piece is a copy's place in
+    the segments, in which its elements are neighbours.
+    """
 
-    tensor: int
-    src_file: int
-    dst_file: int
-    cast: int
-    grid: int
-    rows: int
-    run: int
-    src_at: int
-    dst_at: int
-    src_pitch: int
-    dst_pitch: int
-    src_step: int
-    dst_step: int
+    # of each rank's segment: neighbours of one dtype, and the number of elements of each piece
+    runs: dict[int, list[tuple[str, list[int]]]]
+    # of each piece of this rank: the place, shape and strides of its elements in the model, their
+    # cast, and the number of the tensor
+    own: list[tuple[int, tuple[int, ...], tuple[int, ...], Cast, int]]
+    # of each tensor: the piece that is all of it; or for each piece its number, and its shape,
+    # strides and first element in the tensor
+    parts: list[int | list[tuple[int, tuple[int, ...], tuple[int, ...], int]]]
+    nbytes: int  # of the bucket, and of the tensors that have several pieces
 
 
-def _packed(segment: torch.Tensor, at: int, dtype: str, copy: _Copy) -> torch.Tensor:
-    """Returns the place of a copy in a segment, in which its elements are neighbours."""
+class _Sent(NamedTuple):
+    """A bucket on its way."""
+
+    bucket: Bucket
+    steps: _Steps
+    buffer: torch.Tensor  # all segments on a rank that receives them, else its own
+    works: list[Any]  # of torch.distributed
+
+
+def _steps(bucket: Bucket, casts: Sequence[Cast], rank: int) -> _Steps:
+    """Returns what a rank does for a bucket."""
+    names = bucket.copies.dtype.names
+    assert names is not None
+    columns = {name: bucket.copies[name].tolist() for name in names}
+    runs: dict[int, list[tuple[str, list[int]]]] = {}
+    own = []
+    parts: list[Any] = [[] for _ in bucket.tensors]
+    of_tensor = bucket.tensor.tolist()
+    for i, holder in enumerate(bucket.rank.tolist()):
+        cast, shape = casts[columns["cast"][i]], (columns["rows"][i], columns["run"][i])
+        run = runs.setdefault(holder, [])
+        if not run or run[-1][0] != cast.target:
+            run.append((cast.target, []))
+        run[-1][1].append(math.prod(shape))
+        if holder == rank:
+            strides = _strides(columns, "src", i, itemsize(cast.source))
+            own.append((columns["src_at"][i], shape, strides, cast, of_tensor[i]))
+        width = itemsize(cast.target)
+        start = (columns["dst_at"][i] - bucket.tensors[of_tensor[i]].byte) // width
+        parts[of_tensor[i]].append((i, shape, _strides(columns, "dst", i, width), start))
+    nbytes = bucket.nbytes
+    for number, (tensor, pieces) in enumerate(zip(bucket.tensors, parts, strict=True)):
+        if len(pieces) == 1 and (shape := pieces[0][1]) and _in_order(shape, pieces[0][2]):
+            parts[number] = pieces[0][0]
+        else:
+            nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
+    return _Steps(runs, own, parts, nbytes)
+
+
+def _strides(columns: dict[str, list[int]], side: str, i: int, width: int) -> tuple[int, int]:
+    return columns[side + "_pitch"][i] // width, columns[side + "_step"][i] // width
+
+
+def _in_order(shape: tuple[int, int], strides: tuple[int, int]) -> bool:
+    """Returns whether elements of two axes lie one after the other."""
+    return (strides[1] == 1 or shape[1] == 1) and (strides[0] == shape[1] or shape[0] == 1)
+
+
+def _pieces(
+    buffer: torch.Tensor, at: int, runs: list[tuple[str, list[int]]]
+) -> Iterator[torch.Tensor]:
+    """Yields the pieces of a segment that begins at a byte of a buffer, each as one axis."""
     import torch
 
-    size = copy.rows * copy.run * itemsize(dtype)
-    return segment[at : at + size].view(getattr(torch, dtype)).view(copy.rows, copy.run)
+    for dtype, counts in runs:
+        size = sum(counts) * itemsize(dtype)
+        yield from buffer[at : at + size].view(getattr(torch, dtype)).split_with_sizes(counts)
+        at += size
 
 
 def _shifted(view: torch.Tensor, cast: Cast) -> torch.Tensor:
