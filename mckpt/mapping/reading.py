@@ -235,11 +235,15 @@ def dialect_for(
     """Returns the dialect in which a checkpoint is written: the user's, else the one that the
     model's family names, else the default.
 
-    own: the user's family file, which may add rules to it.
+    own: the user's family file, which may add rules to dialects. Raises MappingError for a mistake
+    in any of them, because a reader of the checkpoint will load all dialects with these rules.
     """
     named = named or (family and family.dialect) or _default_dialect()
     if named not in (known := names("megatron")):
         raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
+    if own is not None:
+        for added in inherited(load("hf", own)).get("dialects") or ():
+            load("megatron", added, own)
     return load("megatron", named, own)
 
 

@@ -549,6 +549,18 @@ def test_a_wrong_addition_is_refused(was: str, now: str, why: str, tmp_path: Pat
         mapping.load("megatron", "gpt", str(path))
 
 
+@pytest.mark.parametrize("dialect", [None, "gpt"])
+def test_a_mistake_in_the_rules_of_another_dialect_is_refused(
+    dialect: str | None, tmp_path: Path, tiny_model: TinyModel
+) -> None:
+    """Reading loads all dialects, so mckpt would write a checkpoint that it cannot read."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: qwen3\ndialects:\n  hybrid:\n    also:\n      a: 'tied +'\n")
+    source = mckpt.open(tiny_model("qwen3"), mapping=str(path))
+    with pytest.raises(MappingError, match=r"mine\.yaml:5: 'tied \+' is not an expression"):
+        mckpt.plan(source, tmp_path / "out", dialect=dialect)
+
+
 WITHOUT_NORMS = """
 extends: llama
 drop:
