@@ -62,6 +62,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "logical": Node,
     "dialects": Node,
 }
+_RENAMED = {"computed": "ignore", "said": "by_args"}  # keys of mckpt 0.1
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a stored key
 # what each key of a section holds
 _INNER: dict[str, type] = {
@@ -201,6 +202,11 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
 
 def _check_sections(node: Node) -> None:
     for key in node:
+        if key in _RENAMED:
+            raise MappingError(
+                f"{node.lines[key]}: mckpt 0.2 renamed {key!r} to {_RENAMED[key]!r}, and the"
+                " `ignore` of a family to `drop`: rename the keys in this file"
+            )
         if key not in _TOP:
             raise MappingError(
                 f"{node.lines[key]}: {key!r} is not a key of a mapping file; the keys"

@@ -561,6 +561,15 @@ def test_a_mistake_in_the_rules_of_another_dialect_is_refused(
         mckpt.plan(source, tmp_path / "out", dialect=dialect)
 
 
+@pytest.mark.parametrize(("was", "now"), [("computed", "ignore"), ("said", "by_args")])
+def test_a_renamed_key_is_refused_with_its_new_name(was: str, now: str, tmp_path: Path) -> None:
+    """Checkpoints keep the mapping file of their user, which may be older than mckpt."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: llama\n{was}:\n  a: b\n")
+    with pytest.raises(MappingError, match=rf"mine\.yaml:2: .* renamed '{was}' to '{now}'"):
+        mapping.load("hf", str(path))
+
+
 WITHOUT_NORMS = """
 extends: llama
 drop:
