@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 import mckpt as package
+from mckpt.containers import safe_pickle
 from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import chunked, torch_dist_writing
+from mckpt.formats.megatron.common_state import has_tensors
 from tests.helpers.commands import (
     PT,
     TRACKER,
@@ -474,6 +476,15 @@ def test_metadata_that_only_calls_a_function_names_its_file(made, tmp_path):
 
     words = ("release/.metadata: contains", "Nothing in the file was run", "get the file again")
     refuse_copy(made, tmp_path, "dist", damage, 8, words)
+
+
+@pytest.mark.parametrize("inner", [None, safe_pickle.tensor("float32", (2,), "0")])
+def test_a_value_that_is_nested_too_deeply_to_be_written_can_be_left_out(inner):
+    """An export to Hugging Face needs no value of the common state but the args."""
+    value = inner
+    for _ in range(3000):
+        value = [value]
+    assert has_tensors(value) == (inner is not None)
 
 
 def test_the_plan_reports_a_lost_common_state(made, tmp_path):

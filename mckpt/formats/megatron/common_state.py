@@ -61,7 +61,22 @@ def has_tensors(value: Any) -> bool:
     """Returns whether a value from a pickle contains a tensor; such a value cannot be written
     again without its data.
     """
-    return bool(safe_pickle.emitted(value).storages)
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        v = left.pop()
+        if isinstance(v, safe_pickle.Storage):
+            return True
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if isinstance(v, safe_pickle.Record):
+            left += [v.args, v.state, v.items, v.entries]
+        elif isinstance(v, dict):
+            left += [*v.keys(), *v.values()]
+        elif isinstance(v, (list, tuple, set, frozenset)):
+            left += v
+    return False
 
 
 def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:
