@@ -835,6 +835,15 @@ def test_an_error_of_rank_0_reaches_the_others(server, bucket):
     assert "rank 0: " in found[1].stderr and "refused access" in found[1].stderr
 
 
+def test_an_error_of_another_rank_reaches_rank_0(server, bucket, cli, fetched, local):
+    server.set(Fault("PUT", r"mp_rank_01_001", "403", 1))
+    found = ranks(bucket, RANKS, RANKS)
+    assert [one.returncode for one in found] == [7, 7], found
+    assert "rank 1: " in found[0].stderr and "refused access" in found[0].stderr
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    assert files(fetched("m")) == files(local)
+
+
 def test_another_run_that_lives_ends_all_ranks_within_seconds(bucket, monkeypatch, tmp_path):
     """The other run writes the same checkpoint of another source."""
     monkeypatch.setattr(store_journal, "BEAT_S", 0.2)
