@@ -350,11 +350,13 @@ def _directory(fd: int, where: str, base: int, length: int) -> dict[str, tuple[i
         magic, _, _, _, disk, disk2, here, count, size, offset = _END64.unpack_from(
             tail, at - _LOCATOR.size - _END64.size
         )
-        if magic != 0x06064B50 or end64 != end:
+        if end64 != end:
             raise SourceError(
                 f"{where}: its zip64 end record should be at {end64}, and is at {end} of {length}"
                 " bytes: padded or cut"
             )
+        if magic != 0x06064B50:
+            raise SourceError(f"{where}: has no zip64 end record at {end}: damaged")
     if disk or disk2 or here != count or comment or offset + size != end:
         raise SourceError(
             f"{where}: a directory of {size} bytes at {offset} should end at {end} of {length}:"

@@ -174,6 +174,7 @@ def test_inconsistent_zips_are_refused(saved, tmp_path):
     refused(tmp_path, patched(central["data/0"] + 42, "<I", 1 << 31), "behind")
     refused(tmp_path, patched(central["data/0"] + 42, "<I", 3), "no record header")
     refused(tmp_path, patched(central["data/0"] + 20, "<II", 0xFFFFFFFF, 0xFFFFFFFF), "zip64")
+    refused(tmp_path, data.replace(b"PK\6\6", b"PK\6\0"), "has no zip64 end record at")
     refused(tmp_path, data.replace(b"data/1", b"data/0"), "twice")
     refused(tmp_path, data.replace(b"little", b"bigbig"), "endian")
     refused(tmp_path, data.replace(b"data.pkl", b"date.pkl"), "without data.pkl")
