@@ -35,6 +35,7 @@ from mckpt.values.dtypes import itemsize
 FILE = 44  # bits of a byte's place in a file of 16 TiB
 BUCKET = 1 << 30  # bytes of a bucket, unless one tensor has more or the user says so
 ALIGN = 16  # bytes; each segment begins at a multiple of this
+UNEVEN = 1.25  # segments are padded to one size where a bucket grows by at most this factor
 
 # which tensors a rank receives: None for every rank, the number of the only one, or a function
 # that returns the names of a rank
@@ -225,11 +226,11 @@ def _buckets(
         size = 0
         for number in numbers:
             if chosen and size + int(sums[number]) > most:
-                yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items)
+                yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items, 2 * most)
                 chosen, size = [], 0
             chosen.append(number)
             size += int(sums[number])
-        yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items)
+        yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items, 2 * most)
 
 
 def _bucket(
@@ -241,12 +242,14 @@ def _bucket(
     bounds: np.ndarray,
     rank: np.ndarray,
     items: np.ndarray,
+    most: int,
 ) -> Bucket:
     """Returns the bucket of some tensors. In each segment, copies of larger elements come first, so
     that each copy is aligned.
 
     order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. rank, items: of each
-    copy, the rank that holds its elements, and the bytes of one.
+    copy, the rank that holds its elements, and the bytes of one. most: bytes to which segments of
+    one size may come.
     """
     rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
     chosen = np.concatenate(rows)
@@ -255,11 +258,19 @@ def _bucket(
     chosen, tensor = chosen[by_rank], tensor[by_rank]
     held, sizes = rank[chosen], copies["rows"][chosen] * copies["run"][chosen] * items[chosen]
     at = np.cumsum(sizes) - sizes
+    holders, firsts = np.unique(held, return_index=True)
+    lasts = [*firsts[1:].tolist(), len(held)]
+    needed = [
+        -(-int(sizes[first:last].sum()) // ALIGN) * ALIGN
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
+    # one collective sends segments of one size, faster than others
+    even = len(to) * max(needed, default=0)
+    if to == set(holders.tolist()) and even <= min(most, UNEVEN * sum(needed)):
+        needed = [max(needed)] * len(needed)
     segments, start = {}, 0
-    for one in np.unique(held).tolist():
-        first, last = np.searchsorted(held, [one, one + 1]).tolist()
+    for one, first, last, size in zip(holders.tolist(), firsts, lasts, needed, strict=True):
         at[first:last] += start - at[first]
-        size = -(-int(sizes[first:last].sum()) // ALIGN) * ALIGN
         segments[one] = start, size
         start += size
     return Bucket(

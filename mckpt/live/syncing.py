@@ -160,7 +160,9 @@ class Sync:
         if self.world == 1:
             pass
         elif len(bucket.to) == self.world:
-            if dist.get_backend() == "nccl" and len(parts) > 1:
+            if len(parts) == self.world and size * self.world == bucket.nbytes:
+                works = [call(dist.all_gather_into_tensor, buffer, own, async_op=True)]
+            elif dist.get_backend() == "nccl" and len(parts) > 1:
                 every = [parts.get(rank, buffer[:0]) for rank in range(self.world)]
                 works = [call(dist.all_gather, every, own, async_op=True)]
             else:  # gloo gathers pieces of one size only
