@@ -19,7 +19,7 @@ from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
-from mckpt.errors import CoverError, SourceError, UsageError, show_as
+from mckpt.errors import CoverError, SourceError, UsageError, show_again, show_as
 from mckpt.formats import places
 from mckpt.formats.base import Names
 from mckpt.formats.megatron import torch_dist
@@ -192,6 +192,7 @@ def collected(
     temporary = ExitStack()
     root = temporary.enter_context(sparse_copy.scratch())
     show_as(str(root), "the live model")
+    temporary.callback(show_again, str(root))
     directory = Ranks(root, held, rank_and_world()[0] if own else None)
     directory.sizes = [nbytes for _, nbytes in every]
     args = described.get("args")

@@ -5,11 +5,14 @@ without Megatron-Core. tests/judge/test_live.py runs models.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mckpt
+from mckpt import errors
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
@@ -20,8 +23,10 @@ from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.geometry.box import row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.live import buckets, loading
+from mckpt.live import model as live_model
 from mckpt.live.memory import Part
 from mckpt.live.model import OpenedModel, Ranks
+from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 
 WORLD = 2
@@ -114,3 +119,16 @@ def test_ranks_must_hold_parts_of_one_model(dist_dir: Path, tmp_path: Path) -> N
     held[1][0] = held[1][0]._replace(dtype="float32")
     with pytest.raises(SourceError, match="the ranks do not hold parts of one model"):
         Ranks(tmp_path, held, None)
+
+
+def test_a_released_model_leaves_no_state_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer describes its model many times."""
+    monkeypatch.setattr(live_model, "gathered", lambda work: [work()])
+    monkeypatch.setattr(live_model, "own_result", lambda work: work())
+    monkeypatch.setattr(live_model, "sizes_of", lambda memory: Parallel())
+    memory: Any = SimpleNamespace(parts=lambda: ([], []), nbytes=0)
+    before = dict(errors._shown), dict(sparse_copy._temporary)
+    model = live_model.collected(memory)
+    assert len(errors._shown) == len(before[0]) + 1
+    live_model.release(model)
+    assert (errors._shown, sparse_copy._temporary) == before
