@@ -21,6 +21,9 @@ from mckpt.errors import SourceError, StorageError
 from mckpt.storage import descriptors
 from mckpt.storage.files import TargetFile
 
+SKIP = 32 << 10  # bytes between two spans that are read and dropped instead of starting a read
+IOV_MAX = 1024  # parts of one read
+
 _CURES = {
     errno.ENOSPC: "free some space and run the same command again: it continues",
     errno.EDQUOT: "raise the quota or free some space and run the same command again: it continues",
@@ -43,18 +46,50 @@ def read_at(fd: int, view: memoryview, at: int, path: str) -> None:
 
     Raises SourceError if the file ends before, StorageError if the read fails.
     """
-    got = 0
-    while got < len(view):
+    _read(fd, [view] if view else [], at, path)
+
+
+def read_spans(fd: int, spans: Iterable[tuple[int, memoryview]], path: str) -> None:
+    """Fills each view with the bytes from its offset on; the offsets ascend. One call of the system
+    reads many spans, and drops the bytes between them where they are few.
+
+    Raises as `read_at`.
+    """
+    dropped = memoryview(bytearray(SKIP))
+    views: list[memoryview] = []
+    start = end = 0
+    for at, view in spans:
+        if views and not (0 <= at - end <= SKIP and len(views) + 2 <= IOV_MAX):
+            _read(fd, views, start, path)
+            views = []
+        if not views:
+            start = at
+        elif at > end:
+            views.append(dropped[: at - end])
+        views.append(view)
+        end = at + len(view)
+    _read(fd, views, start, path)
+
+
+def _read(fd: int, views: list[memoryview], at: int, path: str) -> None:
+    """Fills views, of which none is empty, with the bytes from offset `at` on."""
+    wanted, got, first = sum(map(len, views)), 0, 0
+    while got < wanted:
         try:
-            n = descriptors.preadv(fd, [view[got:] if got else view], at + got)
+            n = descriptors.preadv(fd, views[first:] if first else views, at + got)
         except OSError as error:
-            raise_storage_error(f"read {len(view)} bytes at {at} of", path, error)
+            raise_storage_error(f"read {wanted} bytes at {at} of", path, error)
         if n == 0:
             raise SourceError(
-                f"{path} is truncated: wanted {len(view)} bytes at {at}, got {got}; download or"
-                " copy it again"
+                f"{path} is truncated: wanted {wanted} bytes at {at}, got {got}; download or copy"
+                " it again"
             )
         got += n
+        while n and n >= len(views[first]):
+            n -= len(views[first])
+            first += 1
+        if n:  # a short read ended inside this view
+            views = [*views[:first], views[first][n:], *views[first + 1 :]]
 
 
 def read_pieces(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mckpt.execute.clusters import Copy
-from mckpt.execute.files import OpenFiles, read_at
+from mckpt.execute.files import OpenFiles, read_spans
 from mckpt.execute.mover import Mover
 from mckpt.execute.units import Work, is_ranges
 from mckpt.geometry.join import Cast
@@ -66,14 +66,14 @@ def read(
 def _read_ranges(mover: Mover, work: Work, slab: int, start: int, out: memoryview) -> None:
     """Reads the rows of a flat copy into their places, without a buffer in between."""
     c, (_, row, last, _, _) = Copy(*work.cluster(slab)[0].tolist()), work.slabs[slab].item()
+    spans = []
+    for r in range(row, last):
+        at = c.dst_at + r * c.dst_pitch - start
+        skipped, end = max(0, -at), min(at + c.run, len(out))
+        if at + skipped < end:
+            spans.append((c.src_at + r * c.src_pitch + skipped, out[at + skipped : end]))
     with mover.sources.opened([c.src_file]) as fds:
-        for r in range(row, last):
-            at = c.dst_at + r * c.dst_pitch - start
-            skipped, end = max(0, -at), min(at + c.run, len(out))
-            if at + skipped < end:
-                place = c.src_at + r * c.src_pitch + skipped
-                view = out[at + skipped : end]
-                read_at(fds[c.src_file], view, place, mover.sources.paths[c.src_file])
+        read_spans(fds[c.src_file], spans, mover.sources.paths[c.src_file])
 
 
 def within(copies: np.ndarray, size: int, start: int, end: int) -> np.ndarray:

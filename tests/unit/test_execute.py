@@ -522,3 +522,26 @@ def test_a_node_that_cannot_take_part_says_why(tmp_path, monkeypatch, how, words
     data = [random_bytes(n) for n in sources]
     with pytest.raises(errors.UsageError, match=rf"{words}[^\n]*\non the Ray node "):
         run(tmp_path, plan, SAME, data, targets, cluster=Nodes(**how))
+
+
+@pytest.mark.parametrize("most", [None, 300], ids=["whole reads", "short reads"])
+def test_spans_are_read_with_few_calls(tmp_path, monkeypatch, most):
+    """Also where the system returns fewer bytes than it was asked for."""
+    data = np.random.RandomState(3).bytes(2_000_000)
+    (tmp_path / "file").write_bytes(data)
+    fd, calls = os.open(tmp_path / "file", os.O_RDONLY), []
+
+    def preadv(fd: int, views: list[memoryview], at: int) -> int:
+        calls.append(at)
+        return os.preadv(fd, [views[0][:most]] if most else views, at)
+
+    monkeypatch.setattr(files.descriptors, "preadv", preadv)
+    # neighbours, a short gap, and one that is too long to read
+    starts = [*range(0, 1_000_000, 1000), 1_000_300, 1_100_000]
+    spans = [(at, memoryview(bytearray(700))) for at in starts]
+    files.read_spans(fd, [*spans, (1_100_700, memoryview(bytearray(5)))], "file")
+    assert all(view == data[at : at + 700] for at, view in spans)
+    assert most or len(calls) == 3
+    with pytest.raises(SourceError, match="truncated: wanted 20 bytes at 1999990, got 10"):
+        files.read_spans(fd, [(1_999_990, memoryview(bytearray(20)))], "file")
+    os.close(fd)
