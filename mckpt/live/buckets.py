@@ -103,7 +103,7 @@ def plan(
         most = max(BUCKET, *(row.nbytes for row, _ in rows))
     receivers = _receivers([row.key for row, _ in rows], to, world)
     names = {key for b in quantised for key in b.keys()}  # noqa: SIM118
-    block = WRITTEN[target.quantize].block[0] if target.quantize else 1
+    block = (WRITTEN[target.quantize].block[0] if target.quantize else None) or 1
     tensors: list[Tensor] = []
     for row, at in rows:
         count, own = row.shape[0] if row.shape else 1, row.key in names
@@ -216,7 +216,7 @@ def _buckets(
     rank = ranks[copies["src_file"]]
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
-    sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1]) if len(tensors) else []
+    sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
     sets: dict[frozenset[int], list[int]] = {}
     for number, one in enumerate(tensors):
         if one.to:

@@ -260,7 +260,7 @@ def _fill(windows: Sequence[Window], filling: Filling, max_memory: int, threads:
         if chosen and (window.start > first.at or window.end < last.at + last.nbytes):
             width = itemsize(joined.casts[int(copies["cast"][0])].target)
             copies = within(copies, width, window.start, window.end)
-        out = memoryview(staged.numpy())
+        out = staged.numpy().data
         read(copies, joined.casts, joined.grids, filling.sources, window.start, out, buffer)
         if device is not None:
             torch.cuda.set_device(device)  # of this thread

@@ -76,7 +76,9 @@ class Ranks(Chunked):
         self.copies: list[tuple[Part, Part]] = []
         for turn, (at, same) in enumerate(holders.items()):
             mine = [part for rank, part in same if rank == own]
-            rank, part = (own, mine[0]) if mine else same[turn % len(same) if own is None else 0]
+            rank, part = same[turn % len(same) if own is None else 0]
+            if mine and own is not None:
+                rank, part = own, mine[0]
             items[at] = f"rank_{rank:06d}", part.at, part.nbytes
             self.copies += [(part, other) for other in mine[1:] if other.at != part.at]
         self.sizes: list[int] = []  # bytes of the memory of each rank

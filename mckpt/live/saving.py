@@ -67,7 +67,7 @@ def save(
     names = options.keys() & Described.__annotations__.keys()
     model = collected(memory, cast(Described, {name: options.pop(name) for name in names}))
     copy = own_result(lambda: _file(memory, model))
-    planned = own_result(lambda: _planned(model, dst, format, options))
+    planned = own_result(lambda: _planned(model, dst, {"format": format, **options}))
     own_result(lambda: _copy(memory, copy))
     if background:
         pool = ThreadPoolExecutor(1, "mckpt-live")
@@ -91,8 +91,8 @@ def _group() -> Any:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def _planned(model: Checkpoint, dst: str | Path, format: str, options: dict[str, Any]) -> Plan:
-    plan = api.plan(model, dst, format=format, **options)
+def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Plan:
+    plan = api.plan(model, dst, **options)
     if sparse_copy.of(plan.destination.root) is not None:
         raise UsageError(
             f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"

@@ -241,11 +241,12 @@ class Sync:
         if self.scheme is None or not tensor.quantised:
             yield tensor.name, whole, tensor.first, tensor.whole
             return
-        codes, scales, finite = _quantised(whole, self.scheme.block)
+        rows, columns = self.scheme.block
+        assert rows and columns, "a form that mckpt writes has blocks"
+        codes, scales, finite = _quantised(whole, (rows, columns))
         self._bad.append((tensor.name, ~finite))
         yield tensor.name, codes, tensor.first, tensor.whole
-        rows = self.scheme.block[0]
-        shape = tuple(-(-n // b) for n, b in zip(tensor.whole, self.scheme.block, strict=True))
+        shape = -(-tensor.whole[0] // rows), -(-tensor.whole[1] // columns)
         yield tensor.name + self.scheme.scales, scales, tensor.first // rows, shape
 
 
@@ -285,7 +286,7 @@ def _steps(bucket: Bucket, casts: Sequence[Cast], rank: int) -> _Steps:
     assert names is not None
     columns = {name: bucket.copies[name].tolist() for name in names}
     runs: dict[int, list[tuple[str, list[int]]]] = {}
-    own = []
+    own: list[Any] = []
     parts: list[Any] = [[] for _ in bucket.tensors]
     of_tensor = bucket.tensor.tolist()
     for i, holder in enumerate(bucket.rank.tolist()):
