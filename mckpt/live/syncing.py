@@ -361,13 +361,15 @@ def _quantised(
     down, along = -(-rows // block[0]), -(-columns // block[1])
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=values.device)
     scales = torch.empty(down, along, dtype=torch.float32, device=values.device)
+    # CUDA divides by a number of Python as it multiplies by its reciprocal, which rounds twice
+    largest = torch.full((), LARGEST, dtype=torch.float32, device=values.device)
     for first in range(0, rows, BAND):
         band = values[first : first + BAND].float()
         count = len(band)
         wide = torch.zeros(-(-count // block[0]) * block[0], along * block[1], device=values.device)
         wide[:count, :columns] = band
         blocks = wide.view(-1, block[0], along, block[1])
-        scale = blocks.abs().amax((1, 3)) / LARGEST
+        scale = blocks.abs().amax((1, 3)) / largest
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
         blocks /= scale[:, None, :, None]
         wide.clamp_(-LARGEST, LARGEST)
