@@ -158,8 +158,11 @@ def best_choices(
     found = []
     for picked in itertools.product(*choices.values()):
         chosen = {**dict(zip(choices, picked, strict=True)), "pp": names.parallel.pp}
+        other = sum(chosen[k] != value for k, value in stated.items())
         apart = mismatch(replace(names, choices=chosen))
-        found.append((apart, sum(chosen[k] != value for k, value in stated.items()), chosen))
+        if not apart and not other:
+            return chosen  # as most do that mckpt meets; nothing fits better
+        found.append((apart, other, chosen))
     return min(found, key=lambda row: row[:2])[2]
 
 

@@ -306,7 +306,16 @@ def options(path: Path, random: Random) -> None:
     known = cli.cli.commands[name]
     words: list[Any] = [name, path / "hf", path / "nowhere"][: 3 if name != "inspect" else 2]
     flags = [flag for p in known.params for flag in p.opts if flag.startswith("--")]
-    unwanted = ("--watch", "--workers", "--ray", "--follow", "--wait-for", "--threads", "--verify")
+    unwanted = (
+        "--html",
+        "--watch",
+        "--workers",
+        "--ray",
+        "--follow",
+        "--wait-for",
+        "--threads",
+        "--verify",
+    )
     known_flags = [flag for flag in flags if flag not in unwanted]
     for flag in random.choices(known_flags or ["--json"], k=random.choice((1, 1, 2, 3))):
         words.append(flag)

@@ -215,7 +215,7 @@ def test_a_model_without_the_tensors_has_no_layer_of_multi_token_prediction(
     made_models.make([case], tmp_path / "hf")
     opened = mckpt.open(tmp_path / "hf" / case)
     assert opened.dims["mtp_layers"] == 0
-    (note,) = opened.notes
+    (note,) = opened.model.notes
     assert "0 is used, because the tensor mtp.fc.weight is not there" in note
     plan = mckpt.plan(tmp_path / "hf" / case, tmp_path / "there", format="torch")
     assert note in plan.summary()
