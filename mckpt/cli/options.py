@@ -44,7 +44,8 @@ class _OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from mckpt.pages import document
 
-        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # by path_type
+        # a Path because of path_type, which mypy cannot see
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
         document.refuse(path)
         return path
 

@@ -23,7 +23,7 @@ def gathered(work: Callable[[], T], group: Any = None) -> list[T]:
         result, failed = work(), None
     except MckptError as error:
         own, failed = error, error
-    except Exception as error:
+    except Exception as error:  # of any kind, because the other ranks wait for this one
         own, failed = error, MckptError(f"{type(error).__name__}: {error}")
     if not dist.is_initialized():
         if own is not None:
