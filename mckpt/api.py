@@ -390,6 +390,9 @@ def push(
     export was made of. private: of a repository that is created. dry_run: only returns what would
     be uploaded. tell: called with that before the upload.
     """
+    for word, value in (("revision", revision), ("message", message)):
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"{word} is {value!r}, and must be a text")
     return pushing.push(Path(directory), name, revision, private, message, dry_run, tell)
 
 

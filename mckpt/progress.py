@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mckpt.errors import Cancelled
+from mckpt.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
     from threading import Event
@@ -37,7 +37,13 @@ def refuse_cancelled(cancel: Event | None) -> None:
 
 
 def watched(progress: OnProgress | None, cancel: Event | None) -> OnProgress | None:
-    """Returns a `progress` function that also raises Cancelled once `cancel` is set."""
+    """Returns a `progress` function that also raises Cancelled once `cancel` is set. Raises
+    UsageError if they are something else.
+    """
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is {progress!r}, and must be a function of one mckpt.Progress")
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise UsageError(f"cancel is {cancel!r}, and must be a threading.Event")
     if cancel is None:
         return progress
 
