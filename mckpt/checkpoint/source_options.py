@@ -34,7 +34,8 @@ class SourceOptions:
 
             for name in self.settings.keys() - schema().dims.keys():
                 raise UsageError(
-                    f"settings: there is no dim {name!r}; `mckpt mappings show logical` lists them"
+                    f"settings: {name!r} is not the name of a dim;"
+                    " `mckpt mappings show logical` lists the dims"
                 )
         for name in ("family", "mapping"):
             if not isinstance(value := getattr(self, name), str | None):

@@ -47,7 +47,7 @@ def own_name(name: str) -> str:
 
 
 class Summary(NamedTuple):
-    """What a group knows of a command that is not imported."""
+    """The module and the help of a command, which are known before the command is imported."""
 
     place: str  # module.function in mckpt/cli
     text: str  # the first sentence of its help

@@ -1,4 +1,4 @@
-"""What mckpt adds to click: sections of the help, types, and hints in errors."""
+"""Additions to click: sections of the help, types of options, and hints in errors."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from mckpt.mapping import Bound
 from mckpt.values.dtypes import itemsize
 
 FILE = 44  # bits of a byte's place in a file of 16 TiB
-BUCKET = 1 << 30  # bytes of a bucket, unless one tensor has more or the user says so
+BUCKET = 1 << 30  # bytes of a bucket by default; it grows to the size of the largest tensor
 ALIGN = 16  # bytes; each segment begins at a multiple of this
 UNEVEN = 1.25  # segments are padded to one size where a bucket grows by at most this factor
 

@@ -74,7 +74,7 @@ class Memory:
     """The weights of the chunks of a model in this process."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """Raises UsageError for a weight that is no plain tensor."""
+        """Raises UsageError for a weight whose class is not torch.Tensor, such as an fp8 weight."""
         self.chunks = [unwrapped(chunk) for chunk in chunks]
         self.weights: list[Weight] = []
         self._at: dict[int, int] = {}  # address of a weight -> its number

@@ -106,7 +106,7 @@ class Ranks(Chunked):
         return iter(())
 
     def check_sizes(self) -> None:
-        """Does nothing: there are no files."""
+        """Does nothing, because the layout of a live model has no files to open."""
 
 
 class OpenedModel(torch_dist.TorchDist):

@@ -256,8 +256,8 @@ def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
 
 
 class _Steps(NamedTuple):
-    """What this rank does for a bucket at each call, worked out once. A piece is a copy's place in
-    the segments, in which its elements are neighbours.
+    """The work of this rank for a bucket, which is the same at each call and is therefore listed
+    once. A piece is the range of a segment that has the elements of one copy, without gaps.
     """
 
     # of each rank's segment: neighbours of one dtype, and the number of elements of each piece

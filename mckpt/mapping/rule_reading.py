@@ -101,7 +101,8 @@ def _group(root: Node, name: str, where: str, problems: list[str]) -> Node:
     groups = root.get("groups") or Node()
     if not isinstance(found := groups.get(name), Node):
         problems.append(
-            f"{where}: there is no group {name!r}; known: {', '.join(map(str, groups))}"
+            f"{where}: {name!r} is not the name of a group; the groups are"
+            f" {', '.join(map(str, groups))}"
         )
         return Node()
     return found

@@ -1,4 +1,4 @@
-"""What a path that the user gives names: a directory of this machine, a model on the Hugging Face
+"""Decides whether a path from the user is a directory of this machine, a model on the Hugging Face
 Hub, or a URL of an object store.
 """
 

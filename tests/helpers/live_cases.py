@@ -1,4 +1,4 @@
-"""What tests/helpers/judge.py does with live models. tests/judge/test_live.py has the cases.
+"""The checks of live models that tests/helpers/judge.py runs, for tests/judge/test_live.py.
 
 live   checkpoint: of Megatron, which megatron-core itself loads
        loads: [[source, keywords of mckpt.live.load]]: each must fill the model with the same

@@ -1,7 +1,6 @@
-"""Where Megatron-Core places layers, asked of Megatron-Core itself; tests/helpers/placement.json
-holds the answers.
+"""Records on which ranks Megatron-Core itself places layers, in tests/helpers/placement.json.
 
-The file's rows are [num_layers, pp, what else is said, answer]. They come from a grid of 2,285
+The file's rows are [num_layers, pp, other arguments, answer]. They come from a grid of 2,285
 argument sets that was run through Megatron-LM core_v0.16.1: validate_args, TransformerConfig,
 get_num_layers_to_build and get_transformer_layer_offset. An answer is [pipeline rank][virtual
 stage] -> [first layer, number of layers], null where Megatron refuses, or "lost" where it accepts

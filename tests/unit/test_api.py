@@ -222,7 +222,7 @@ def test_errors_name_the_place_the_cure_and_the_keyword(src, torch_dir, tmp_path
         package.open(torch_dir, iteration=7)
     with pytest.raises(UsageError, match="vocab_size is 0"):
         package.open(src, vocab_size=0)
-    with pytest.raises(UsageError, match="there is no dim 'tid'"):
+    with pytest.raises(UsageError, match="'tid' is not the name of a dim"):
         package.open(src, settings={"tid": False})
     with pytest.raises(UsageError, match="is not one of Megatron"):
         package.reshard(torch_dir, tmp_path / "no", format="hf")
