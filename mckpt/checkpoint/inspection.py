@@ -129,7 +129,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if unknown := family.unknown(parsed):
         raise MappingError.of(
             f"{config}: has keys that {file.name} does not mention:",
-            [f"{key}: {family.lookup(parsed, key)!r}" for key in unknown],
+            [f"{key}: {value!r}" for key, value in unknown.items()],
             "Let a dim read a key that changes the result, or list its value under `expect`; list"
             " a key that changes nothing under `inert`. `mckpt mappings new HF_DIR` shows how other"
             " families read the key.",

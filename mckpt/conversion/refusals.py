@@ -109,7 +109,7 @@ def _refuse_unknown_names(target: TargetOptions, source: Checkpoint) -> None:
     The names are dims, the keys of config.json that the family does not mention, unknown args, and
     "config" for a config that cannot be written at all.
     """
-    keys = [] if source.is_megatron else source.mapping.unknown(read_config(source.path))
+    keys = {} if source.is_megatron else source.mapping.unknown(read_config(source.path))
     args = map(_arg, source.model.unknown_args)
     known = {*mapping.schema().dims, *keys, *source.files.inexact, "config", *args}
     unknown = [name for name in target.allow_inexact if name not in known]

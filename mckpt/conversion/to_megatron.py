@@ -459,12 +459,11 @@ def _inexact(
     refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:
         return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}
-    config = read_config(source.path)
     family = source.mapping
     unknown = {
-        key: f"{key} is {family.lookup(config, key)!r} in config.json, and {family.path.name} does"
+        key: f"{key} is {value!r} in config.json, and {family.path.name} does"
         " not mention it: it may matter or not"
-        for key in family.unknown(config)
+        for key, value in family.unknown(read_config(source.path)).items()
         if key != QUANTISED or not source.opened.quantised
     }
     return refuse_inexact(dialect.inexact(dims, program), target, "Megatron", unknown)

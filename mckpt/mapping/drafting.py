@@ -270,8 +270,7 @@ def _config_lines(
         yield f"# {MARK} {problem.removeprefix('config.json: ')}"
     if problems:
         yield "# dims:  # for each, the key of config.json, or {const: VALUE}"
-    unknown = {key: family.lookup(config, key) for key in family.unknown(config)}
-    if unknown:
+    if unknown := family.unknown(config):
         yield f"# {MARK} {family.name} does not know these keys of config.json. A key that changes"
         yield "# the result belongs under `dims` or `expect`; `inert` is for the others:"
         for key, value in list(unknown.items())[:_MOST]:

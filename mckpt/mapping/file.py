@@ -483,9 +483,9 @@ class MappingFile(NamedTuple):
                 out[name] = f"{name} is {scope[name]!r}{which}: {entry.why}"
         return out
 
-    def unknown(self, config: Mapping[str, Any]) -> list[str]:
+    def unknown(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys of a config, including keys inside an object, that no dim reads and that
-        are not listed under `expect` or as inert.
+        are not listed under `expect` or as inert, and their values.
 
         Keys without a value are left out.
         """
@@ -504,4 +504,4 @@ class MappingFile(NamedTuple):
             for i, v in config[k].items()
         }
         flat = {**{k: v for k, v in config.items() if k not in objects}, **inner}
-        return [k for k, v in flat.items() if k not in read and v not in (None, False, [], {})]
+        return {k: v for k, v in flat.items() if k not in read and v not in (None, False, [], {})}

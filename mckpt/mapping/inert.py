@@ -1,4 +1,4 @@
-"""Args of Megatron that no dialect reads: which of them change nothing about a model."""
+"""The keys of config.json and the args of Megatron that change nothing about a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from mckpt.mapping.nodes import parse
 from mckpt.mapping.schema import FOLDER
 
 _READ = re.compile(r"\bconfig\.(\w+)")  # in an expression
+
+
+@functools.cache
+def inert_keys() -> frozenset[str]:
+    """Returns the keys of config.json that are inert in every family (mappings/inert_keys.yaml)."""
+    groups = parse(FOLDER / "inert_keys.yaml")[0].values()
+    return frozenset(key for group in groups for key in group["names"].split())
 
 
 def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:

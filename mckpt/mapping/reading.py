@@ -14,6 +14,7 @@ from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Condition, Dim, MappingFile
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.heads import decoder_of
+from mckpt.mapping.inert import inert_keys
 from mckpt.mapping.nodes import Node, digest_of, merge, parse, plain
 from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
@@ -139,7 +140,7 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
         added = (above.get("dialects") or {}).get(name) or Node()
         _check_sections(added)
         root, digest = merge(root, added), digest_of(digest + above_digest)
-    return _read(path, root, digest, of_user)
+    return _read(path, root, digest, of_user, inert_keys() if kind == "hf" else frozenset())
 
 
 @functools.cache
@@ -320,9 +321,10 @@ def _shaped(node: Node, key: Any, wanted: type | tuple[type, ...]) -> None:
         raise MappingError(f"{node.lines[key]}: {key} holds {allowed}, not {node[key]!r}")
 
 
-def _read(path: Path, root: Node, digest: str, of_user: bool) -> MappingFile:
+def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[str]) -> MappingFile:
     """Returns the content of a file.
 
+    inert: keys that change nothing, beside those that the file lists.
     of_user: also checks all expressions and their names. Those of the files that come with mckpt
     are parsed when they are used; the tests check them.
     """
@@ -370,7 +372,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool) -> MappingFile:
         refused=_read_conditions(root, "refuse", set(), expression, problems),
         warned=_read_conditions(root, "inexact", {"loads"}, expression, problems),
         # a key that a dim reads is inert only in the file that this one extends
-        inert=frozenset(
+        inert=inert.union(
             k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
         ).difference(*(dim.keys for dim in dims.values())),
         ignore=dict(root.get("ignore") or {}),

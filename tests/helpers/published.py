@@ -59,6 +59,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
     ("hunyuan-a13b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-a13b", "hybrid"): ("qk_norm_after_rope",),
+    **{("kimi-k2.5", dialect): ("norm_eps",) for dialect in ("gpt", "hybrid")},
     ("kimi-k2", "gpt"): ("rope_beta_fast",),
     ("kimi-k2", "hybrid"): ("rope_beta_fast",),
     ("llama-3.1-8b", "hybrid"): ("rope_type", "rope_factor"),

@@ -1,5 +1,5 @@
-"""What mckpt knows of megatron-core is true of the installed one: its args, the places of layers,
-and the ranks that get the parameters of Muon.
+"""What mckpt knows of megatron-core and transformers is true of the installed ones: args, keys of
+config.json, the places of layers, and the ranks that get the parameters of Muon.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,39 @@ import pytest
 from mckpt import mapping
 from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.mapping import MappingFile
-from mckpt.mapping.inert import is_inert, known_args
+from mckpt.mapping.inert import inert_keys, is_inert, known_args
+from mckpt.mapping.nodes import parse
+from mckpt.mapping.schema import FOLDER
 from tests.helpers import placement
 from tests.helpers.commands import run
 from tests.helpers.lazy import torch
+from tests.helpers.tiny import STANDS_FOR
 
 pytestmark = pytest.mark.judge
+
+# Inert keys of single families that a class of transformers reads, and why they change nothing.
+READ = {
+    "attn_temperature_tuning": "a dim reads whether it is on",
+    "chunk_size, mamba_chunk_size, use_mamba_kernels": "how a scan is cut, not its result",
+    "dense_act_fn, is_gated_act": "made from feed_forward_proj, which a dim reads",
+    "enable_moe_fp32_combine, reorder_and_upcast_attn": "the precision of a sum",
+    "expand": "the width of a Mamba-2 is read from its heads",
+    "head_dim, num_key_value_heads": "of latent attention, which has neither; or a width of rope",
+    "image_token_id, video_token_id, vision_config": "of images",
+    "indexer_types": "refused unless two other keys give the same",
+    "is_decoder": "a causal language model is one",
+    "layer_types": "of caches and masks, where the window is that of another key",
+    "layers_block_type, mlp_only_layers": "a dim reads it in an expression",
+    "num_logits_to_keep": "how many positions are computed",
+    "original_max_position_embeddings": "longrope alone uses it",
+    "rescale_prenorm_residual, time_step_floor, time_step_max, time_step_min, time_step_rank": "the"
+    " start of the training",
+    "residual_in_fp32": "the dtype of a sum",
+    "scale_decoder_outputs": "true exactly where the embedding is tied, which a dim reads",
+    "sliding_window, use_sliding_window": "with another key off, or of a part that is carried",
+    "summary_activation, summary_first_dropout, summary_proj_to_labels, summary_type": "of a head",
+    "summary_use_proj": "of a head",
+}
 
 
 def test_the_installed_megatron_core_gives_the_same_placement() -> None:
@@ -64,6 +92,56 @@ def test_every_arg_of_the_installed_megatron_is_known() -> None:
     args |= {flag.replace("-", "_") for flag in flags if "no-" not in flag}  # these set another arg
     for name in ("gpt", "hybrid", "t5", "bert"):
         assert unlisted(mapping.load("megatron", name), args) == []
+
+
+def test_generation_keys_are_those_of_transformers() -> None:
+    """A key is inert as a setting of generation if the installed GenerationConfig has it."""
+    from transformers import GenerationConfig
+
+    listed = set(parse(FOLDER / "inert_keys.yaml")[0]["generation"]["names"].split())
+    fields = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+    assert fields - inert_keys() == set()
+    assert listed - fields == set()
+
+
+def test_no_class_of_transformers_computes_with_an_inert_key() -> None:
+    """The source of a class does not read the keys that its family does not convert, but for those
+    that are known to change nothing.
+    """
+    groups = parse(FOLDER / "inert_keys.yaml")[0].values()
+    harmless = {key for group in groups if group.get("read") for key in group["names"].split()}
+    harmless.update(key for keys in READ for key in keys.split(", "))
+    sources = classes_of_transformers()
+    assert "rms_norm_eps" in keys_read(sources["LlamaForCausalLM"])
+    found: dict[str, set[str]] = {}
+    for family in map(partial(mapping.load, "hf"), mapping.names("hf")):
+        for named in family.architectures:
+            read = keys_read(sources[STANDS_FOR.get(named, named)])
+            found.setdefault(family.name, set()).update(read & family.inert)
+    assert {name: keys - harmless for name, keys in found.items() if keys - harmless} == {}
+    assert harmless - set().union(*found.values()) - inert_keys() == set()
+
+
+def test_no_family_lists_a_key_that_is_inert_in_all() -> None:
+    for name in mapping.names("hf"):
+        own = parse(FOLDER / "hf" / f"{name}.yaml")[0].get("inert") or ()
+        assert not inert_keys().intersection(key for keys in own for key in keys)
+
+
+def classes_of_transformers() -> dict[str, str]:
+    """Returns the source of the file of each class of transformers."""
+    found = importlib.util.find_spec("transformers")
+    assert found and found.origin
+    out = {}
+    for path in Path(found.origin).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text()
+        out.update(dict.fromkeys(re.findall(r"^class (\w+)", text, re.MULTILINE), text))
+    return out
+
+
+def keys_read(source: str) -> set[str]:
+    """Returns the keys that code reads from a config."""
+    return set(re.findall(r"config(?:\.|, \")(\w+)", source))
 
 
 def fields_of(*paths: Path) -> set[str]:

@@ -336,8 +336,9 @@ def test_unknown_keys_with_a_value_are_listed() -> None:
     family = mapping.load("hf", "llama")
     assert family.unknown(
         llama(final_logit_softcapping=30.0, new_flag=False, other=None, empty=[], nothing={})
-    ) == ["final_logit_softcapping"]
-    assert family.unknown(llama()) == []
+    ) == {"final_logit_softcapping": 30.0}
+    assert family.unknown({**llama(), "a.b_config": {"c": 1}}) == {"a.b_config": {"c": 1}}
+    assert family.unknown(llama()) == {}
 
 
 def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
     source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", rope_interleave=True)
     assert (
         mapping.load("hf", "deepseek_v3").unknown(json.loads((source / "config.json").read_text()))
-        == []
+        == {}
     )
     mckpt.plan(source, tmp_path / "out")
     other = tiny.tiny_random("deepseek-v3", tmp_path / "other", rope_interleave=False)
