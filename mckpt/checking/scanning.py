@@ -38,8 +38,9 @@ _LEAST = {
     "float64": ("u8", 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
     "float8_e4m3fn": ("u1", 0x7F, 0x7F),
     "float8_e5m2": ("u1", 0x7F, 0x7C),
+    "float8_e8m0fnu": ("u1", 0xFF, 0xFF),  # without a sign
 }
-_NO_INFINITY = ("float8_e4m3fn",)
+_NO_INFINITY = ("float8_e4m3fn", "float8_e8m0fnu")
 
 
 class NonFinite(NamedTuple):

@@ -75,7 +75,10 @@ class Mover:
         slab = _SlabCopy(self, memory, check)
         quantised = is_quantised(records)
         sources = {c.src_file for c in copies} | {
-            self.grid(c).file for c in copies if c.grid != UNSCALED and not quantised
+            file
+            for c in copies
+            if c.grid != UNSCALED and not quantised
+            for file in self.grid(c).files
         }
         with (
             self.sources.opened(sources) as slab.src,

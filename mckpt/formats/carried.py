@@ -31,7 +31,7 @@ FILES = f"{STEM}*.safetensors"
 ADAPTER = "adapter_model.safetensors"  # of PEFT
 BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
 # dtypes that the elements of quantised weights have, in any form
-ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32")
+ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "int32")
 _PREFIX = "carried."  # of the logical names
 
 

@@ -15,6 +15,8 @@ from mckpt.storage.staging import MANIFEST
 
 CONFIG = "config.json"
 QUANTISED = "quantization_config"  # the key of config.json
+# The same, in a file of its own, which ModelOpt writes. Older versions of it write this file only.
+MODELOPT = "hf_quant_config.json"
 WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -48,18 +50,23 @@ SIDE_FILES = (
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """Returns the config.json of a directory."""
+    """Returns the config.json of a directory, with the description of its quantisation that may lie
+    beside it.
+    """
     if not (root / CONFIG).is_file():
         if not root.exists():
             raise SourceError(f"{root}: no such directory")
         raise SourceError(
             f"{root}: config.json is missing; download it, because it describes the tensors"
         )
-    return parse_config(root / CONFIG)
+    config = parse_config(root / CONFIG)
+    if (root / MODELOPT).is_file() and not quantised_by(config):
+        config[QUANTISED] = {"quant_method": "modelopt", **parse_config(root / MODELOPT)}
+    return config
 
 
 def parse_config(path: Path) -> dict[str, Any]:
-    """Returns the config.json at any path."""
+    """Returns the object in a JSON file, such as config.json."""
     config = read_json(path, 1 << 24)
     if not isinstance(config, dict):
         raise SourceError(f"{path}: holds {type(config).__name__}, not an object")

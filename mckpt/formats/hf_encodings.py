@@ -1,9 +1,13 @@
 """Reads `quantization_config` of config.json, which describes how quantised weights are stored.
 
 quant_method fp8                  X.weight, X.weight_scale_inv      fp8, in blocks or per tensor
+quant_method mxfp8                X.weight, X.weight_scale_inv      fp8, in blocks of 1 x 32
 quant_method mxfp4                X_blocks, X_scales                mxfp4, in blocks of 32
-quant_method compressed-tensors   X.weight, X.weight_scale          fp8 or int8
-                                  X.weight_packed, X.weight_scale   int4, or int8 with an offset
+quant_method modelopt             X.weight, X.weight_scale          fp8, also in blocks of 1 x 32
+                                  and X.weight_scale_2              nvfp4
+quant_method compressed-tensors   X.weight, X.weight_scale          fp8, also in blocks, or int8
+                                  X.weight_packed, X.weight_scale   int4, mxfp4, or int8 + 128
+                                  and X.weight_global_scale         nvfp4
 """
 
 from __future__ import annotations
@@ -13,16 +17,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mckpt.values.quantisation import E4M3, INT4, INT8, MXFP4, PACKED_INT8, Encoding
+from mckpt.values.dtypes import itemsize
+from mckpt.values.quantisation import (
+    ALONE,
+    E4M3,
+    INT4,
+    INT8,
+    MXFP4,
+    NVFP4,
+    OVER,
+    PACKED_INT8,
+    TIMES,
+    Encoding,
+)
 
 # the forms that mckpt reads; the end of most texts of `refused`
 READ = (
-    "of quantised models, these are read: quant_method fp8 (fmt e4m3), mxfp4, and"
-    " compressed-tensors (pack-quantized with 4 or 8 bits, float-quantized, int-quantized and"
-    " naive-quantized; symmetric, without actorder)"
+    "of quantised models, these are read: quant_method fp8 (fmt e4m3), mxfp8, mxfp4, modelopt"
+    " (quant_algo FP8, MXFP8, NVFP4 and W4A16_NVFP4), and compressed-tensors (pack-quantized with 4"
+    " or 8 bits, float-quantized, int-quantized, naive-quantized, mxfp8-quantized,"
+    " mxfp4-pack-quantized and nvfp4-pack-quantized; symmetric, without actorder)"
 )
 FLOATS = ("float32", "bfloat16", "float16")
-MX_BLOCK = 32  # elements of mxfp4 that share a scale
+E8M0 = ("uint8", "float8_e8m0fnu")  # of scales that are powers of two
+MX_BLOCK = 32  # elements of mxfp4 and mxfp8 that share a scale
+NV_BLOCK, NV_SCALES = 16, ("float8_e4m3fn",)  # the same of nvfp4, and the dtype of the scales
 # The reasons to ignore tensors beside the weights: no weight's value depends on them.
 ACTIVATIONS = "a scale of activations, which training in bfloat16 does not use"
 PACKED_SHAPE = "the shape of a packed weight, which the dims give as well"
@@ -38,6 +57,9 @@ class Scheme(NamedTuple):
     dtypes: tuple[str, ...] = FLOATS  # that the scales may have
     transposed: bool = False  # the elements are stored as the transpose of the weight
     targets: tuple[str, ...] = ("Linear",)  # the modules, as compressed-tensors names them
+    # what the key of the scale of the whole weight has after the weight's key, and its use
+    whole: str = ""
+    overall: int = ALONE
 
     def stored_matrix(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the rows and columns of the stored form of a weight."""
@@ -48,12 +70,10 @@ class Scheme(NamedTuple):
         whole elements.
         """
         rows, columns = self.stored_matrix(shape)
-        if self.encoding == MXFP4:
+        if self.transposed:  # of GPT-OSS
             return None if columns % MX_BLOCK else (rows, columns // MX_BLOCK, MX_BLOCK // 2)
-        if self.encoding.dtype == "int32":
-            each = 4 * self.encoding.per_byte
-            return None if columns % each else (rows, columns // each)
-        return rows, columns
+        each = itemsize(self.encoding.dtype) * self.encoding.per_byte
+        return None if columns % each else (rows, columns // each)
 
     def blocks(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the rows and columns of a block of a weight. No block is larger than it."""
@@ -77,7 +97,7 @@ class Scheme(NamedTuple):
                 where = "a scale for each row"
             case rows, columns:
                 where = f"a scale for each {rows} x {columns}"
-        return f"{self.encoding.name} with {where}"
+        return f"{self.encoding.name} with {where}" + ", and one for each tensor" * bool(self.whole)
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,7 @@ class Quantisation:
     schemes: tuple[Scheme, ...] = ()
     beside: dict[str, str] = field(default_factory=dict)  # key suffix -> the reason to ignore it
     refused: str = ""  # why config.json's quantization_config is not read
+    by_dtype: bool = False  # the dtype of a weight's elements decides which of the schemes it has
 
     def scheme_of(self, key: str) -> Scheme | None:
         """Returns the scheme of the module that has this weight: the one that names it, else the
@@ -143,6 +164,10 @@ def quantisation_of(how: Any, keys: Iterable[str]) -> Quantisation:
     match how.get("quant_method"):
         case "fp8":
             return _fp8(how, keys)
+        case "mxfp8":
+            return _fp8({"weight_block_size": [1, MX_BLOCK], **how, "scale_fmt": "ue8m0"}, keys)
+        case "modelopt":
+            return _modelopt(how)
         case "mxfp4":
             block = (1, MX_BLOCK)
             scheme = Scheme(MXFP4, "_blocks", "_scales", block, ("uint8",), transposed=True)
@@ -160,8 +185,8 @@ def _fp8(how: dict[str, Any], keys: Iterable[str]) -> Quantisation:
     """
     if how.get("fmt", "e4m3") != "e4m3":
         return Quantisation(refused=READ)
-    dtypes = (*FLOATS, "uint8") if how.get("scale_fmt") == "ue8m0" else FLOATS
-    beside = {".activation_scale": ACTIVATIONS, ".input_scale": ACTIVATIONS}
+    dtypes = (*FLOATS, *E8M0) if how.get("scale_fmt") == "ue8m0" else FLOATS
+    beside = _beside(".activation_scale", ".input_scale")
     match how.get("weight_block_size"):
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return Quantisation((Scheme(E4M3, "", "_scale_inv", (rows, columns), dtypes),), beside)
@@ -172,6 +197,39 @@ def _fp8(how: dict[str, Any], keys: Iterable[str]) -> Quantisation:
     return Quantisation(
         refused="its weight_block_size is neither two positive numbers nor null; " + READ
     )
+
+
+def _modelopt(how: dict[str, Any]) -> Quantisation:
+    """Returns the forms of a model of NVIDIA's ModelOpt. Its modules that are not quantised have
+    weights of another dtype, so their list is not needed.
+
+    The keys are those of config.json or, below `quantization`, those of hf_quant_config.json.
+    """
+    inner = how.get("quantization")
+    part = inner if isinstance(inner, dict) else how
+    layers = part.get("quantized_layers")
+    named = list(layers.values()) if isinstance(layers, dict) else [part]
+    algorithms = {str(one.get("quant_algo") if isinstance(one, dict) else one) for one in named}
+    known = {
+        "FP8": Scheme(E4M3, "", "_scale", (None, None), FLOATS),
+        "MXFP8": Scheme(E4M3, "", "_scale", (1, MX_BLOCK), E8M0),
+        "NVFP4": Scheme(
+            *(NVFP4, "", "_scale", (1, NV_BLOCK), NV_SCALES), whole="_scale_2", overall=TIMES
+        ),
+    }
+    known["W4A16_NVFP4"] = known["NVFP4"]
+    if unknown := sorted(name for name in algorithms if name.upper() not in known):
+        return Quantisation(refused=f"its quant_algo {unknown[0]} is not read; {READ}")
+    schemes = {known[name.upper()] for name in algorithms}
+    if len({scheme.encoding for scheme in schemes}) < len(schemes):
+        return Quantisation(refused="its layers have two forms of fp8, FP8 and MXFP8; " + READ)
+    ordered = tuple(sorted(schemes, key=lambda scheme: scheme.encoding.name))
+    return Quantisation(ordered, _beside(".input_scale", ".k_scale", ".v_scale"), by_dtype=True)
+
+
+def _beside(*suffixes: str) -> dict[str, str]:
+    """Returns the endings of keys of scales of activations, and the reason to ignore them."""
+    return dict.fromkeys(suffixes, ACTIVATIONS)
 
 
 def _compressed_tensors(how: dict[str, Any]) -> Quantisation:
@@ -189,9 +247,8 @@ def _compressed_tensors(how: dict[str, Any]) -> Quantisation:
         if isinstance(found, str):
             return Quantisation(refused=f"its config_groups {name} has {found}; {READ}")
         schemes.append(found)
-    beside = dict.fromkeys(
-        (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"), ACTIVATIONS
-    )
+    beside = _beside(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+    beside |= _beside(".input_global_scale")
     return Quantisation(tuple(schemes), {**beside, ".weight_shape": PACKED_SHAPE})
 
 
@@ -224,25 +281,32 @@ def _scheme(group: dict[str, Any], form: Any) -> Scheme | str:
             block: tuple[int | None, int | None] = (None, None)
         case "channel", _, _:
             block = (1, None)
-        case "group", int(size), _ if size > 0:
+        case "group" | "tensor_group", int(size), _ if size > 0:
             block = (1, size)
         case "block", _, [int(rows), int(columns)] if rows > 0 and columns > 0:
             block = (rows, columns)
         case strategy, size, structure:
             return f"strategy {strategy!r}, group_size {size!r}, block_structure {structure!r}"
+    # The values of other forms are computed in the dtype of the scales, and only those of bfloat16
+    # and float32 are those that mckpt computes.
+    codes, dtypes, whole, overall = "", ("bfloat16", "float32"), "", ALONE
     match form, weights.get("type"), weights.get("num_bits"):
         case "pack-quantized", "int", 4:
-            encoding = INT4
+            encoding, codes = INT4, "_packed"
         case "pack-quantized", "int", 8:
-            encoding = PACKED_INT8
+            encoding, codes = PACKED_INT8, "_packed"
+        case "mxfp8-quantized", "float", 8:
+            encoding, dtypes = E4M3, E8M0
+        case "mxfp4-pack-quantized", "float", 4:
+            encoding, codes, dtypes = MXFP4, "_packed", E8M0
+        case "nvfp4-pack-quantized", "float", 4:
+            encoding, codes, dtypes = NVFP4, "_packed", NV_SCALES
+            whole, overall = "_global_scale", OVER
         case (("int-quantized" | "naive-quantized"), "int", 8):
             encoding = INT8
         case (("float-quantized" | "naive-quantized"), "float", 8):
             encoding = E4M3
         case _, kind, bits:
             return f"format {form!r}, type {kind!r}, num_bits {bits!r}"
-    codes = "_packed" if encoding.dtype == "int32" else ""
-    # its values are computed in the dtype of the scales, and only those of bfloat16 and float32
-    # are those that mckpt computes
-    dtypes = ("bfloat16", "float32")
-    return Scheme(encoding, codes, "_scale", block, dtypes, targets=tuple(targets))
+    named = tuple(targets)
+    return Scheme(encoding, codes, "_scale", block, dtypes, False, named, whole, overall)

@@ -22,7 +22,7 @@ from mckpt.mapping import Bound
 from mckpt.values import dtypes
 
 # dtypes of the elements of quantised weights, which have no value without scales
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
 
 
 class Matching:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mckpt.containers.entries import Entries
 from mckpt.formats.base import Problems
@@ -15,6 +15,9 @@ from mckpt.geometry.box import Piece, Scales, Stored, restride
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Rule
 from mckpt.values import dtypes, quantisation
+from mckpt.values.quantisation import Grid
+
+WHOLE = dtypes.itemsize("float32")  # bytes of the scale of a whole weight
 
 
 class Weights(NamedTuple):
@@ -49,7 +52,8 @@ class QuantisedTensors:
         """
         out = []
         schemes = self.quantisation.schemes
-        chosen = [self.quantisation.scheme_of(key) for key in keys] if len(schemes) > 1 else []
+        several = len(schemes) > 1 and not self.quantisation.by_dtype
+        chosen = [self.quantisation.scheme_of(key) for key in keys] if several else []
         for scheme in schemes:
             rows = self.entries.rows(keys if not scheme.codes else (k + scheme.codes for k in keys))
             kinds = self.entries.kinds
@@ -70,9 +74,12 @@ class QuantisedTensors:
 
         rows: those of the elements of each weight.
         """
-        scales = [key + scheme.scales for key in weights.keys]
-        scale_rows = self.entries.rows(scales)
-        known = scale_rows[scale_rows >= 0]
+        scale_rows = self.entries.rows([key + scheme.scales for key in weights.keys])
+        whole_rows = scale_rows
+        if scheme.whole:
+            whole_rows = self.entries.rows([key + scheme.whole for key in weights.keys])
+        known = np.concatenate([scale_rows, whole_rows])
+        known = known[known >= 0]
         if len(weights.shape) != 2:
             for key, row in zip(weights.keys, rows.tolist(), strict=True):
                 self.problems.missing(
@@ -82,8 +89,15 @@ class QuantisedTensors:
             return [], known
         shape = (weights.shape[0], weights.shape[1])
         fit = self._fit_elements(weights, scheme, shape, rows)
-        fit &= self._fit_scales(weights, scheme, shape, scale_rows, fit)
-        self._check_dense(weights, scheme, rows, scale_rows, fit)
+        grids = scheme.grids(shape)
+        fit &= self._fit_scales(
+            weights, scheme, scheme.scales, grids, scheme.dtypes, scale_rows, fit
+        )
+        if scheme.whole:
+            fit &= self._fit_scales(
+                weights, scheme, scheme.whole, [(), (1,)], ("float32",), whole_rows, fit
+            )
+        self._check_dense(weights, scheme, (rows, scale_rows, whole_rows), fit)
         pieces = weights.pieces
         matrix = scheme.stored_matrix(shape)
         if scheme.transposed:
@@ -102,19 +116,22 @@ class QuantisedTensors:
             # in a tensor of all experts, the part of each expert begins after the one before
             expert = weights.experts[alike] if weights.axes else 0
             ats = self.entries.at[rows[alike]] + expert * matrix[0] * width
-            grid = math.prod(scheme.grids(shape)[0])
             scale_ats = self.entries.at[scale_rows[alike]] + (
-                expert * grid * dtypes.itemsize(dtype)
+                expert * math.prod(grids[0]) * dtypes.itemsize(dtype)
             )
-            grids = np.broadcast_arrays(
-                ats,
-                width,
-                *scheme.blocks(shape),
-                self.entries.file[scale_rows[alike]],
-                scale_ats,
-                number,
-                quantisation.ENCODINGS.index(encoding),
-                0,
+            height, across = scheme.blocks(shape)
+            made = _grids(
+                weight_at=ats,
+                width=width,
+                rows=height,
+                columns=across,
+                file=self.entries.file[scale_rows[alike]],
+                at=scale_ats,
+                kind=number,
+                code=quantisation.ENCODINGS.index(encoding),
+                overall=scheme.overall,
+                overall_file=self.entries.file[whole_rows[alike]],
+                overall_at=self.entries.at[whole_rows[alike]] + expert * WHOLE,
             )
             out.append(
                 Stored(
@@ -127,9 +144,7 @@ class QuantisedTensors:
                     self.entries.file[rows[alike]],
                     ats,
                     replica=weights.rule.alias,
-                    scales=Scales(
-                        encoding.name, np.stack(grids, 1), encoding.per_byte, scheme.description()
-                    ),
+                    scales=Scales(encoding.name, made, encoding.per_byte, scheme.description()),
                 )
             )
         return out, known
@@ -163,26 +178,27 @@ class QuantisedTensors:
         self,
         weights: Weights,
         scheme: Scheme,
-        shape: tuple[int, int],
+        suffix: str,
+        grids: list[tuple[int, ...]],
+        allowed: tuple[str, ...],
         rows: np.ndarray,
         of: np.ndarray,
     ) -> np.ndarray:
         """Returns a mask of the weights whose scales have a right shape and dtype; reports the
         others of the weights `of`.
 
-        rows: those of the scales.
+        suffix: of the keys of these scales. grids: the shapes that they may have for one weight.
+        allowed: their dtypes. rows: those of the scales.
         """
-        wanted = [(*weights.axes, *grid) for grid in scheme.grids(shape)]
+        wanted = [(*weights.axes, *grid) for grid in grids]
         kinds = self.entries.kinds
-        fit = self.entries.are(
-            rows, [k.shape in wanted and k.dtype in scheme.dtypes for k in kinds]
-        )
+        fit = self.entries.are(rows, [k.shape in wanted and k.dtype in allowed for k in kinds])
         for i in weights.reported:
             if fit[i] or not of[i]:
                 continue
             key = weights.keys[i]
-            name, codes = key + scheme.scales, key + scheme.codes
-            what = f"{codes} {list(weights.axes + shape)} is {scheme.description()}"
+            name, codes = key + suffix, key + scheme.codes
+            what = f"{codes} {list(weights.axes + weights.shape)} is {scheme.description()}"
             if rows[i] < 0:
                 self.problems.missing(
                     f"{what}, and {name} {list(wanted[0])} is missing: find the file that has it,"
@@ -195,7 +211,7 @@ class QuantisedTensors:
                 f"{name} is {list(scales.shape)} in {file}, and should be {list(wanted[0])}: {what}"
                 if scales.shape not in wanted
                 else f"{name} holds {scales.dtype} in {file}, and these scales are"
-                f" {', '.join(scheme.dtypes)}"
+                f" {', '.join(allowed)}"
             )
         return fit
 
@@ -203,17 +219,19 @@ class QuantisedTensors:
         self,
         weights: Weights,
         scheme: Scheme,
-        rows: np.ndarray,
-        scale_rows: np.ndarray,
+        rows: Sequence[np.ndarray],
         fit: np.ndarray,
     ) -> None:
-        """Reports the weights among `fit` that are views with strides, or whose scales are."""
+        """Reports the weights among `fit` that are views with strides, or whose scales are.
+
+        rows: those of the elements, then those of the scales.
+        """
         strided = [k.strides is not None for k in self.entries.kinds]
-        views = fit & (self.entries.are(rows, strided) | self.entries.are(scale_rows, strided))
+        views = fit & np.logical_or.reduce([self.entries.are(one, strided) for one in rows])
         for i in np.flatnonzero(views).tolist():
             self.problems.missing(
-                f"{self._named(weights.keys[i] + scheme.codes, int(rows[i]))}, and it or its scales"
-                " are a view with strides; save both as dense tensors"
+                f"{self._named(weights.keys[i] + scheme.codes, int(rows[0][i]))}, and it or its"
+                " scales are a view with strides; save both as dense tensors"
             )
 
     def ignored(self, left: Iterable[str]) -> dict[str, str]:
@@ -228,7 +246,7 @@ class QuantisedTensors:
         itself.
         """
         for scheme in self.quantisation.schemes:
-            for suffix in (scheme.scales, scheme.codes):
+            for suffix in (scheme.whole, scheme.scales, scheme.codes):
                 if suffix and key.endswith(suffix):
                     return key.removesuffix(suffix)
         return key
@@ -254,6 +272,19 @@ def target_scales(
     rows, columns = scheme.blocks(shape)
     kind = quantisation.SCALES.index(scheme.dtypes[0])
     code = quantisation.ENCODINGS.index(scheme.encoding)
-    grids = np.broadcast_arrays(weights, shape[1], rows, columns, files, scales, kind, code, 0)
-    rows_of_grids = np.stack(grids, 1).astype("i8")
-    return Scales(scheme.encoding.dtype, rows_of_grids, description=scheme.description())
+    grids = _grids(
+        weight_at=weights,
+        width=shape[1],
+        rows=rows,
+        columns=columns,
+        file=files,
+        at=scales,
+        kind=kind,
+        code=code,
+    )
+    return Scales(scheme.encoding.dtype, grids, description=scheme.description())
+
+
+def _grids(**fields: Any) -> np.ndarray:
+    """Returns a Grid in each row. fields: those of Grid, a number for all or an array."""
+    return np.stack(np.broadcast_arrays(*Grid(**fields)), 1).astype("i8")

@@ -27,6 +27,7 @@ TABLE = {
         DType("bfloat16", 2, "BF16", "BFloat16Storage"),
         DType("float8_e4m3fn", 1, "F8_E4M3", None),
         DType("float8_e5m2", 1, "F8_E5M2", None),
+        DType("float8_e8m0fnu", 1, "F8_E8M0", None),
         DType("int64", 8, "I64", "LongStorage"),
         DType("int32", 4, "I32", "IntStorage"),
         DType("int16", 2, "I16", "ShortStorage"),
@@ -38,7 +39,7 @@ TABLE = {
 OF_SAFETENSORS = {d.safetensors: d.name for d in TABLE.values()}
 OF_STORAGE = {d.storage: d.name for d in TABLE.values() if d.storage}
 # names of encodings that put several elements, or one with an offset, in a byte (quantisation.py)
-PACKED = ("mxfp4", "packed_int4", "packed_int8")
+PACKED = ("mxfp4", "nvfp4", "packed_int4", "packed_int8")
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -69,7 +70,7 @@ def parse(name: str) -> str:
 
 def numpy_dtype(name: str) -> np.dtype:
     """Returns the numpy dtype; ml_dtypes provides those that numpy lacks."""
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
         import ml_dtypes  # takes 15 ms, and most runs never cast
 
         return np.dtype(getattr(ml_dtypes, name))

@@ -4,7 +4,11 @@
     value of (r, c) = bfloat16(float32(weight[r, c]) * float32(scales[r // 128, c // 128]))
 
 The product is rounded once. transformers (integrations/finegrained_fp8.py and mxfp4.py), DeepSeek's
-own inference/kernel.py (weight_dequant) and compressed-tensors compute the same values.
+own inference/kernel.py (weight_dequant), compressed-tensors and ModelOpt (quantization/qtensor)
+compute the same values.
+
+nvfp4 has a further scale for the whole weight. The scale of a block is multiplied by it, or divided
+by it, and rounded to float32 before it is used.
 
 A byte holds one or two elements. The elements that have the same place in their bytes are one
 `phase`, so that the elements of one phase are addressed by bytes:
@@ -26,8 +30,8 @@ from mckpt.values.dtypes import itemsize, numpy_dtype
 CODES = "float8_e4m3fn"
 VALUES = "bfloat16"
 # Dtypes of scales; all are exact in float32. uint8 is E8M0: the exponent of a power of two, plus
-# 127.
-SCALES = ("float32", "bfloat16", "float16", "uint8")
+# 127. float8_e8m0fnu is the same, but 255 is NaN.
+SCALES = ("float32", "bfloat16", "float16", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 # elements at a time: their float32 values stay in L2, and threads seldom wait for the GIL
 CHUNK = 128 << 10
 # mask of a float32: the sign, the lower 4 bits of the exponent, the upper 3 of the mantissa
@@ -49,13 +53,17 @@ class Encoding(NamedTuple):
 
 E4M3 = Encoding(CODES, CODES)
 MXFP4 = Encoding("mxfp4", "uint8", 2)
+NVFP4 = Encoding("nvfp4", "uint8", 2)
 INT4 = Encoding("packed_int4", "int32", 2, 8)
 PACKED_INT8 = Encoding("packed_int8", "int32", 1, 128)
 INT8 = Encoding("int8", "int8")
-ENCODINGS = (E4M3, MXFP4, INT4, PACKED_INT8, INT8)
-# Twice the values of the codes 0 to 7 of mxfp4 (E2M1); 8 to 15 are the same with a minus. The
-# scales are halved, so that the largest one, 2**128, is a float32 too.
-TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+ENCODINGS = (E4M3, MXFP4, INT4, PACKED_INT8, INT8, NVFP4)
+# Values of the codes 0 to 7 of E2M1, the numbers of mxfp4 and nvfp4; 8 to 15 are the same with a
+# minus. Those of mxfp4 are doubled and its scales halved, so that the largest one, 2**128, is a
+# float32 too.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# how the scale of a whole weight changes those of its blocks
+ALONE, TIMES, OVER = range(3)
 
 
 class Grid(NamedTuple):
@@ -70,11 +78,19 @@ class Grid(NamedTuple):
     kind: int  # dtype of the scales, an index into SCALES
     code: int = 0  # of the weight's elements, an index into ENCODINGS
     phase: int = 0  # the place in their bytes of the elements that are read
+    overall: int = ALONE  # TIMES or OVER if there is a scale of the whole weight, a float32
+    overall_file: int = 0  # number of its file
+    overall_at: int = 0  # its offset in that file, bytes
 
     @property
     def across(self) -> int:
         """The number of scales in a row of the grid."""
         return -(-self.width * ENCODINGS[self.code].per_byte // self.columns)
+
+    @property
+    def files(self) -> set[int]:
+        """Returns the numbers of the files that hold the scales."""
+        return {self.file} if self.overall == ALONE else {self.file, self.overall_file}
 
     def scales(self, row: int, rows: int, left: int, right: int, read: Read) -> np.ndarray:
         """Returns the scales [rows, right - left] of the grid from its row `row` on, in float32."""
@@ -86,9 +102,16 @@ class Grid(NamedTuple):
         spread = np.lib.stride_tricks.as_strided(
             found, (rows, right - left), (across * size, size), writeable=False
         )
-        if dtype != "uint8":
-            return spread.astype("f4")
-        return _powers(128 if ENCODINGS[self.code] == MXFP4 else 127)[spread]
+        if size > 1:
+            scales = spread.astype("f4")
+        else:
+            bias = 128 if ENCODINGS[self.code] == MXFP4 else 127
+            scales = _scales_of_bytes(dtype, bias).take(spread.view("u1"))
+        if self.overall == ALONE:
+            return scales
+        whole = np.frombuffer(read(self.overall_file, self.overall_at, 4), "f4")
+        with np.errstate(all="ignore"):
+            return scales * whole if self.overall == TIMES else scales / whole
 
 
 def scratch(rows: int, run: int) -> int:
@@ -139,10 +162,15 @@ def dequantise(
 
 
 @functools.cache
-def _powers(bias: int) -> np.ndarray:
-    """Returns 2**(exponent - bias) of each stored exponent, in float32."""
+def _scales_of_bytes(dtype: str, bias: int) -> np.ndarray:
+    """Returns the value of each stored scale of one byte, in float32. bias: of exponents."""
+    if dtype == "float8_e4m3fn":
+        return np.arange(256, dtype="u1").view(numpy_dtype(dtype)).astype("f4")
     with np.errstate(over="ignore"):
-        return (2.0 ** (np.arange(256.0) - bias)).astype("f4")
+        powers = (2.0 ** (np.arange(256.0) - bias)).astype("f4")
+    if dtype == "float8_e8m0fnu":
+        powers[255] = np.nan
+    return powers
 
 
 @functools.cache
@@ -153,8 +181,9 @@ def _table(code: int, phase: int) -> np.ndarray:
         return codes.astype("i1").astype("f4")
     bits = 8 // encoding.per_byte
     fields = codes >> phase * bits & (1 << bits) - 1
-    if encoding == MXFP4:
-        return np.array([*TWICE_E2M1, *(-value for value in TWICE_E2M1)], "f4")[fields]
+    if encoding in (MXFP4, NVFP4):
+        values = np.array([*E2M1, *(-value for value in E2M1)], "f4")
+        return values[fields] * np.float32(2 if encoding == MXFP4 else 1)
     return (fields - encoding.offset).astype("f4")
 
 

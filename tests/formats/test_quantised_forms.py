@@ -22,6 +22,7 @@ from tests.helpers import tiny
 from tests.helpers.commands import edit_json, good, mckpt, refused
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+E8M0 = ml_dtypes.float8_e8m0fnu
 Arrays = dict[str, np.ndarray]
 RNG = np.random.default_rng(11)
 
@@ -115,9 +116,14 @@ def gpt_oss() -> tuple[Arrays, Arrays]:
 
 
 def write(directory: Path, config: dict[str, Any], arrays: Arrays, method: Any = None) -> Path:
-    """Writes a Hugging Face directory of several files."""
+    """Writes a Hugging Face directory of several files. A method with a producer is a file of its
+    own, as ModelOpt writes it.
+    """
     directory.mkdir(parents=True)
     tiny.write_weights(directory, arrays, 60_000)
+    if method is not None and "producer" in method:
+        tiny.write_json(directory / "hf_quant_config.json", method)
+        method = None
     named = {} if method is None else {"quantization_config": method}
     tiny.write_json(directory / "config.json", {**config, **named})
     return directory
@@ -176,7 +182,9 @@ def converts_like_its_values(root: Path, out: Path, *options: Any) -> None:
         for r in (out / "a", out / "b")
     )
     apart = {name for name in left if left[name] != right.get(name)}
-    assert apart == {"release/mckpt.json", "hf/config.json"} and left.keys() == right.keys()
+    described = "quantization_config" in json.loads((root / "quantised/config.json").read_text())
+    assert apart == {"release/mckpt.json", *["hf/config.json"] * described}
+    assert left.keys() == right.keys()
     assert mckpt("diff", root / "quantised", out / "a").code == 0
     assert mckpt("diff", root / "quantised", root / "plain").code == 0
     good("megatron-to-hf", out / "a", out / "back")
@@ -323,6 +331,54 @@ def int8_channel(key: str, shape: tuple[int, int]) -> tuple[Arrays, np.ndarray]:
     return {key: codes, f"{key}_scale": scale}, times(codes, scale)
 
 
+def blocked(suffix: str, rows: int, kind: Any = None) -> Any:
+    """With scales that are powers of two, of blocks of `rows` x 32; `kind` is their dtype."""
+
+    def made(key: str, shape: tuple[int, int]) -> tuple[Arrays, np.ndarray]:
+        codes, powers = numbers(shape), RNG.integers(100, 130, (shape[0] // rows, shape[1] // 32))
+        scales = powers.astype("u1") if kind is None else powers.astype("u1").view(kind)
+        spread = np.exp2(powers - 127.0).repeat(rows, 0).repeat(32, 1)
+        return {key: codes, key + suffix: scales}, times(codes, spread)
+
+    return made
+
+
+def fp4_codes(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns random bytes of two E2M1 numbers each, the first in the lower half, and the numbers
+    of `shape`.
+    """
+    held = RNG.integers(0, 256, (shape[0], shape[1] // 2), "u1")
+    table = np.array([*E2M1, *(-v for v in E2M1)])
+    return held, np.stack([table[held & 15], table[held >> 4]], 2).reshape(shape)
+
+
+def mxfp4_packed(key: str, shape: tuple[int, int]) -> tuple[Arrays, np.ndarray]:
+    """As compressed-tensors."""
+    (held, values), powers = fp4_codes(shape), RNG.integers(100, 130, (shape[0], shape[1] // 32))
+    tensors = {f"{key}_packed": held, f"{key}_scale": powers.astype("u1")}
+    return tensors, times(values, np.exp2(powers - 127.0).repeat(32, 1))
+
+
+def nvfp4(packed: str, whole: str) -> Any:
+    """As ModelOpt, where the scale of the whole weight multiplies those of its blocks of 16, or as
+    compressed-tensors, where it divides them.
+    """
+
+    def made(key: str, shape: tuple[int, int]) -> tuple[Arrays, np.ndarray]:
+        (held, values), divides = fp4_codes(shape), whole == "_global_scale"
+        scales = np.abs(numbers((shape[0], shape[1] // 16)).astype("f4")).astype(E4M3)
+        overall = np.float32(RNG.uniform(100, 9000) ** (1 if divides else -1))
+        found = scales.astype("f4")
+        each = found / overall if divides else found * overall
+        assert each.dtype == np.float32
+        beside = {key.replace("weight", "input_scale"): np.array(0.3, "f4")} if not divides else {}
+        stored = np.array([overall] if divides else overall)
+        tensors = {key + packed: held, f"{key}_scale": scales, key + whole: stored}
+        return {**tensors, **beside}, times(values, each.repeat(16, 1))
+
+    return made
+
+
 def packed_groups(bits: int, group: int, kind: Any = BF16) -> Any:
     def made(key: str, shape: tuple[int, int]) -> tuple[Arrays, np.ndarray]:
         codes = RNG.integers(-(1 << bits - 1), 1 << bits - 1, shape)
@@ -371,6 +427,10 @@ KIMI_IGNORE = (
     "re:.*shared_experts.*",
     "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
 )
+GROUP = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+TENSOR_GROUP = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+NVFP4_MODELOPT = nvfp4("", "_scale_2")
+WIDE = {"hidden_size": 96}  # of forms whose blocks have 32 elements
 # case -> model, quantization_config, [(the keys that it is for, the form)], the said encoding
 FORMS: dict[str, tuple[str, dict[str, Any], list[tuple[str, Any]], str]] = {
     "fp8 tensor": (
@@ -421,6 +481,69 @@ FORMS: dict[str, tuple[str, dict[str, Any], list[tuple[str, Any]], str]] = {
         [("", packed_channel)],
         "packed_int8 with a scale for each row",
     ),
+    "mxfp8": (
+        "qwen3",
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        [("", blocked("_scale_inv", 1))],
+        "float8_e4m3fn with a scale for each 1 x 32",
+    ),
+    "fp8 ue8m0": (
+        "qwen3",
+        {"quant_method": "fp8", "weight_block_size": [16, 32], "scale_fmt": "ue8m0"},
+        [("", blocked("_scale_inv", 16, E8M0))],
+        "float8_e4m3fn with a scale for each 16 x 32",
+    ),
+    "mxfp8 of modelopt": (
+        "qwen3",
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+        [("", blocked("_scale", 1))],
+        "float8_e4m3fn with a scale for each 1 x 32",
+    ),
+    "nvfp4 of modelopt": (
+        "qwen3-moe",
+        {
+            "producer": {"name": "modelopt", "version": "0.29.0"},
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": None,
+                "group_size": 16,
+                "exclude_modules": ["lm_head", "model.layers.*.self_attn*"],
+            },
+        },
+        [(".experts.", NVFP4_MODELOPT)],
+        "nvfp4 with a scale for each 1 x 16, and one for each tensor",
+    ),
+    "mixed modelopt": (
+        "qwen3",
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        },
+        [("self_attn", fp8_vllm), ("", NVFP4_MODELOPT)],
+        "nvfp4 with a scale for each 1 x 16, and one for each tensor",
+    ),
+    "mxfp8 of compressed-tensors": (
+        "qwen3",
+        compressed("mxfp8-quantized", group_of(LINEAR, **GROUP)),
+        [("", blocked("_scale", 1))],
+        "float8_e4m3fn with a scale for each 1 x 32",
+    ),
+    "mxfp4 of compressed-tensors": (
+        "qwen3",
+        compressed("mxfp4-pack-quantized", group_of(LINEAR, **{**GROUP, "num_bits": 4})),
+        [("", mxfp4_packed)],
+        "mxfp4 with a scale for each 1 x 32",
+    ),
+    "nvfp4 of compressed-tensors": (
+        "qwen3",
+        compressed("nvfp4-pack-quantized", group_of(LINEAR, **TENSOR_GROUP)),
+        [("", nvfp4("_packed", "_global_scale"))],
+        "nvfp4 with a scale for each 1 x 16, and one for each tensor",
+    ),
     "several groups": (
         "qwen3",
         compressed(
@@ -446,8 +569,8 @@ def made(case: str, root: Path) -> tuple[Arrays, Arrays]:
     """Writes a quantised directory, and one of its values in bfloat16. Returns the tensors of
     both.
     """
-    model, method, forms, _ = FORMS[case]
-    arrays = tiny.tensors(tiny.config(model))
+    _, method, forms, _ = FORMS[case]
+    arrays = tiny.tensors(config_of(case))
     held, values = dict(arrays), dict(arrays)
     for key in linears(arrays):
         form = next((make for part, make in forms if part in key), None)
@@ -456,10 +579,14 @@ def made(case: str, root: Path) -> tuple[Arrays, Arrays]:
             del held[key]
             stored, values[key] = form(key, (rows, columns))
             held.update(stored)
-    config = {**tiny.config(model), "torch_dtype": "bfloat16"}
-    write(root / "quantised", config, held, method)
-    write(root / "plain", config, values)
+    write(root / "quantised", config_of(case), held, method)
+    write(root / "plain", config_of(case), values)
     return held, values
+
+
+def config_of(case: str) -> dict[str, Any]:
+    wide = WIDE if "mxfp" in case or "ue8m0" in case else {}
+    return {**tiny.config(FORMS[case][0]), **wide, "torch_dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -495,6 +622,8 @@ HAVE_DROPPED = {
     "fp8 tensor of vllm",
     "fp8 tensor of compressed-tensors",
     "kimi",
+    "mixed modelopt",
+    "nvfp4 of modelopt",
     "packed int8",
     "several groups",
 }
@@ -509,7 +638,7 @@ def test_compressed_tensors_computes_the_same_values(form: Any) -> None:
 
     case, _, held, values = form
     method = FORMS[case][1]
-    if method["quant_method"] != "compressed-tensors":
+    if method.get("quant_method") != "compressed-tensors":
         pytest.skip("not a form of compressed-tensors")
     groups = list(method["config_groups"].values())
     keys = [key for key in values if key not in held or held[key] is not values[key]]
@@ -519,18 +648,44 @@ def test_compressed_tensors_computes_the_same_values(form: Any) -> None:
         if len(groups) > 1:
             group = groups[0 if "self_attn" in key else 2 if "layers.1.mlp.up_proj" in key else 1]
         scheme = QuantizationScheme(targets=group["targets"], weights=group["weights"])
-        state = {
-            f"weight{k.removeprefix(key)}": torch_of(array)
-            for k, array in held.items()
-            if k.startswith(key)
-        }
+        state = state_of(held, key)
         kind = BaseCompressor.get_value_from_registry(group.get("format") or method["format"])
         found = kind.decompress(state, scheme)["weight"].to(torch.bfloat16)
         same(found.view(torch.int16).numpy().view(BF16), values[key])
 
 
-@pytest.mark.parametrize("form", ["fp8 tensor"], indirect=True)
-def test_transformers_computes_the_same_values_of_fp8_with_one_scale(form: Any) -> None:
+def state_of(held: Arrays, key: str) -> dict[str, Any]:
+    """Returns the tensors of one weight as those of torch, under its name in its module."""
+    return {
+        f"weight{k.removeprefix(key)}": torch_of(array)
+        for k, array in held.items()
+        if k.startswith(key)
+    }
+
+
+@pytest.mark.parametrize(
+    "form", ["mxfp8 of modelopt", "nvfp4 of modelopt", "mixed modelopt"], indirect=True
+)
+def test_modelopt_computes_the_same_values(form: Any) -> None:
+    torch = pytest.importorskip("torch")
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    _, _, held, values = form
+    for key in [key for key in values if f"{key}_scale" in held]:
+        state, shape = state_of(held, key), torch.Size(values[key].shape)
+        if f"{key}_scale_2" in held:
+            made = qtensor.NVFP4QTensor(shape, torch.bfloat16, state["weight"])
+            scales = {"double_scale": state["weight_scale_2"], "block_sizes": {-1: 16}}
+        elif held[f"{key}_scale"].size == 1:
+            continue  # FP8QTensor multiplies in bfloat16, and vLLM in float32, as mckpt does
+        else:
+            made, scales = qtensor.MXFP8QTensor(shape, torch.bfloat16, state["weight"]), {}
+        found = made.dequantize(torch.bfloat16, scale=state["weight_scale"], **scales) + 0
+        # its nvfp4 has no -0
+        same(found.view(torch.int16).numpy().view(BF16), values[key] + BF16(0))
+
+
+@pytest.mark.parametrize("form", ["fp8 tensor", "mxfp8", "fp8 ue8m0"], indirect=True)
+def test_transformers_computes_the_same_values_of_fp8(form: Any) -> None:
     torch = pytest.importorskip("torch")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     _, _, held, values = form
@@ -543,13 +698,14 @@ def test_transformers_computes_the_same_values_of_fp8_with_one_scale(form: Any) 
 def torch_of(array: np.ndarray) -> Any:
     import torch
 
-    if array.dtype in (BF16, E4M3):
+    if array.dtype in (BF16, E4M3, E8M0):
         raw = torch.from_numpy(array.view("i2" if array.dtype == BF16 else "u1").copy())
-        return raw.view(torch.bfloat16 if array.dtype == BF16 else torch.float8_e4m3fn)
+        return raw.view(getattr(torch, array.dtype.name))
     return torch.from_numpy(np.array(array))
 
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 def changed(**changes: Any) -> Callable[[Arrays, dict[str, Any]], Any]:
@@ -603,9 +759,33 @@ BAD: dict[str, tuple[str, Callable[[Arrays, dict[str, Any]], Any], int, tuple[st
     "three bits": ("packed int8", changed(num_bits=3), 3, ("pack-quantized", "num_bits 3")),
     "another format": (
         "packed int8",
-        lambda _, method: method.update(format="nvfp4-pack-quantized"),
+        lambda _, method: method.update(format="marlin-24"),
         3,
-        ("nvfp4-pack-quantized", "are read: quant_method fp8"),
+        ("marlin-24", "are read: quant_method fp8"),
+    ),
+    "no scale of the whole weight": (
+        "nvfp4 of compressed-tensors",
+        lambda t, _: t.pop(f"{GATE}_global_scale"),
+        3,
+        (f"{GATE}_packed [64, 48] is nvfp4", f"{GATE}_global_scale [] is missing"),
+    ),
+    "scales of the whole weights of another dtype": (
+        "nvfp4 of modelopt",
+        lambda t, _: t.update({f"{EXPERT}_scale_2": np.array(1, "f8").astype(BF16)}),
+        3,
+        (f"{EXPERT}_scale_2 holds bfloat16", "these scales are float32"),
+    ),
+    "an algorithm of modelopt with smoothing": (
+        "nvfp4 of modelopt",
+        lambda _, method: method["quantization"].update(quant_algo="NVFP4_AWQ"),
+        3,
+        ("its quant_algo NVFP4_AWQ is not read", "W4A16_NVFP4", "dequantise it first"),
+    ),
+    "scales of float32 where powers of two belong": (
+        "mxfp8 of compressed-tensors",
+        lambda t, _: t.update({f"{GATE}_scale": np.ones((64, 3), "f4")}),
+        3,
+        (f"{GATE}_scale holds float32", "these scales are uint8, float8_e8m0fnu"),
     ),
     "a block of no elements": (
         "kimi",
@@ -665,7 +845,6 @@ def test_a_bad_form_is_refused(tmp_path: Path, case: str) -> None:
     method = json.loads(json.dumps(FORMS[form][1]))
     change(held, method)
     shutil.rmtree(tmp_path / "quantised")
-    config = {**tiny.config(FORMS[form][0]), "torch_dtype": "bfloat16"}
-    src = write(tmp_path / "quantised", config, held, method)
+    src = write(tmp_path / "quantised", config_of(form), held, method)
     args = ("hf-to-megatron", src, tmp_path / "dst")
     refused(code, *words, args=args, untouched=tmp_path)

@@ -38,6 +38,7 @@ LETTERS = {
     for letter, kind in [
         *DTYPES.values(),
         ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
         ("I8", np.int8),
         ("U8", np.uint8),
         ("I32", np.int32),
