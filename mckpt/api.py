@@ -195,6 +195,7 @@ def open(
     mapping: str | Path | None = None,
     vocab_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
+    adapter: str | Path | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint of any format. Reads headers only.
 
@@ -206,12 +207,19 @@ def open(
     mapping: a family file (YAML) of your own.
     vocab_size: rows of the embedding without padding.
     settings: dims that replace those of the checkpoint, such as {"mtp_layers": 0}.
+    adapter: the directory of an adapter (LoRA) of PEFT, which is merged into the weights while they
+        are read.
 
     Raises SourceError if the directory is missing, damaged or no checkpoint.
     """
     file = None if mapping is None else str(mapping)
     described = SourceOptions(like, family, file, vocab_size, settings or {}, iteration)
-    return Checkpoint.open(path, described)
+    opened = Checkpoint.open(path, described)
+    if adapter is None:
+        return opened
+    from mckpt.adapters import merging, peft
+
+    return merging.merge(opened, peft.open_adapter(adapter))
 
 
 @_lists(Options)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mckpt.checkpoint import description, masters
 from mckpt.checkpoint.files import CheckpointFiles, open_files
@@ -26,6 +26,17 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class Merging(Protocol):
+    """Something that is added to the weights of a checkpoint while they are read: an adapter."""
+
+    def layout(self, base: Layout) -> Layout:
+        """Returns the layout of the base with the products that are added to its pieces."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Returns the manifest's entry on the adapter."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Mapping[str, LogicalTensor]):
     """The logical tensors of a checkpoint of any format, by name.
@@ -38,6 +49,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     model: ModelDescription
     borrows: bool = False  # takes tensors from the directory of --like; see `borrowing`
     has_states: bool = False  # the optimizer's states are among its tensors
+    merging: Merging | None = None  # the adapter that is merged into its weights
 
     @classmethod
     def open(cls, path: str | Path, options: SourceOptions | None = None) -> Self:
@@ -150,7 +162,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 layout = carried.joined(layout, optimizer.layout)
                 ignored = {k: why for k, why in layout.ignored.items() if k not in optimizer.keys}
                 layout = replace(layout, ignored=ignored)
-            return layout if self.carried is None else carried.joined(layout, self.carried)
+            layout = layout if self.carried is None else carried.joined(layout, self.carried)
+            return layout if self.merging is None else self.merging.layout(layout)
         except (SourceError, CoverError) as e:
             error: MckptError = e
             if dims := self.files.options.dims:
@@ -198,4 +211,4 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # without the tensors' places: they would be large
-        return type(self), (self.files, self.model, self.borrows, self.has_states)
+        return type(self), (self.files, self.model, self.borrows, self.has_states, self.merging)

@@ -12,8 +12,10 @@ from mckpt.errors import SourceError, counted
 from mckpt.geometry.box import (
     Box,
     Layout,
+    Move,
     Piece,
     Stored,
+    by_axes,
     by_rows,
     gaps,
     moves,
@@ -24,6 +26,7 @@ from mckpt.geometry.box import (
 from mckpt.lazy import numpy as np
 from mckpt.storage import descriptors
 from mckpt.storage.files import opened
+from mckpt.values.adding import Product, add
 from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
@@ -168,16 +171,26 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """
         size, wide = itemsize(s.stored_as), out.itemsize
         offset = pieces[0].offset  # of all pieces of one logical tensor
-        overlaps = [m for p in pieces for m in moves(p, into)]
+        plain = pieces
+        products: list[tuple[Move, int, Product | None]] = []
+        if s.added:
+            held = {i: p for i, p in enumerate(s.pieces) if i in s.added and p in pieces}
+            plain = [p for p in pieces if p not in held.values()]
+            products = [
+                (m, 0, Product.of(s.added[i][row]))
+                for i, p in held.items()
+                for m in by_axes(p, into)
+            ]
+        overlaps = [m for p in plain for m in moves(p, into)]
         parts = [(m, 0) for m in overlaps]
         if s.scales:
             straight = (part for m in overlaps for part in by_rows(m, s.shape[-1]))
             parts = [part for m in straight for part in phased(m, s.scales.per_byte)]
-        for m, phase in parts:
+        for m, phase, product in [*products, *((m, phase, None) for m, phase in parts)]:
             at = int(s.at[row]) + m.src_start * size
             if (
                 m.src_step == m.dst_step == 1
-                and not (s.scales or s.rounded_from or offset)
+                and not (s.scales or s.rounded_from or offset or product)
                 and (m.rows == 1 or m.run * size >= DIRECT)
             ):
                 for i in range(m.rows):  # without a buffer in between
@@ -196,15 +209,17 @@ class Reader(Mapping[str, "LogicalTensor"]):
             to = np.lib.stride_tricks.as_strided(
                 out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide)
             )
-            if s.scales:
+
+            def read(file: int, at: int, nbytes: int) -> np.ndarray:
+                return self._pread(file, at, np.empty(nbytes, "u1"))
+
+            if product is not None:
+                values, target = rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype))
+                add(product, values, target, at, m.src_pitch * size, m.src_step * size, read)
+            elif s.scales:
                 grid = Grid(*s.scales.grids[row].tolist())._replace(phase=phase)
-
-                def read(file: int, at: int, nbytes: int) -> np.ndarray:
-                    return self._pread(file, at, np.empty(nbytes, "u1"))
-
-                dequantise(
-                    grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read
-                )
+                target = to.view(numpy_dtype(s.dtype))
+                dequantise(grid, rows, target, at, m.src_pitch, m.src_step, read)
             elif offset:
                 shift(rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype)), -offset)
             elif s.rounded_from:

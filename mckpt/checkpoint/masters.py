@@ -21,6 +21,7 @@ from mckpt.formats.megatron.interface import OpenedMegatron
 from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_muon, is_state
 from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
+from mckpt.values.casting import bfloat16_bits
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
 KNOWN = ("adam", "sgd", "muon")  # values of --optimizer
@@ -124,7 +125,7 @@ def apart(
         theirs = master[at : min(at + step, rows)].numpy()
         # several times as fast as the cast, which holds Python's lock
         fast = weight.dtype == "bfloat16" and theirs.dtype == np.float32
-        if fast and np.array_equal(_bfloat16_bits(theirs.view("u4")), mine):
+        if fast and np.array_equal(bfloat16_bits(theirs.view("u4")), mine):
             continue
         with np.errstate(all="ignore"):
             other = theirs.astype(numpy_dtype(weight.dtype)).view(bits) != mine
@@ -147,9 +148,3 @@ def _largest(weight: LogicalTensor) -> float:
     parts = (weight[at : at + step].numpy() for at in range(0, weight.shape[0], step))
     finite = (np.nan_to_num(np.abs(part.astype("f8")), nan=0.0, posinf=0.0) for part in parts)
     return max((float(part.max()) for part in finite), default=0.0)
-
-
-def _bfloat16_bits(bits: np.ndarray) -> np.ndarray:
-    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
-    odd = (bits >> 16) & 1
-    return ((bits + (odd + np.uint32(0x7FFF))) >> 16).astype("u2")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 @shared.dialect_option(otherwise="that of the model's family, else gpt")
 @shared.megatron_target_options
 @shared.no_adapter_option
+@shared.adapter_option
 @shared.family_options
 @shared.stream_option
 @shared.conversion_options
@@ -62,8 +63,9 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
                 f"{src}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its"
                 " sizes or format"
             )
+        source = shared.with_adapter(source, options)
         parallel = Parallel().with_(**shared.parallel_sizes(options))
-        outcome = _convert(
+        outcome = carry_out(
             source, dst, shared.make_target(options, target_format, parallel), options
         )
     if outcome:
@@ -86,7 +88,7 @@ def megatron_to_hf(src: Path, dst: Path, **options: Any) -> Outcome | None:
     config.json is taken from --like, else from SRC/hf, else built from the checkpoint's args.
     """
     source = shared.open_source(src, options)
-    return _convert(source, dst, shared.make_target(options, formats.HUGGING_FACE, None), options)
+    return carry_out(source, dst, shared.make_target(options, formats.HUGGING_FACE, None), options)
 
 
 @command()
@@ -114,7 +116,7 @@ def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> 
         raise UsageError(f"{src}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
     parallel = source.parallel.with_(**shared.parallel_sizes(options))
     target_format = target_format or formats.kept_or_default(source.format)
-    return _convert(source, dst, shared.make_target(options, target_format, parallel), options)
+    return carry_out(source, dst, shared.make_target(options, target_format, parallel), options)
 
 
 @command()
@@ -145,7 +147,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
     if dst is None and sparse_copy.of(src) is not None:
         raise UsageError(f"{src}: give DST too; only a local SRC has a default DST")
     dst = dst or src.parent / f"{src.name}-portable"
-    return _convert(source, dst, target, options)
+    return carry_out(source, dst, target, options)
 
 
 @command()
@@ -203,7 +205,7 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
 # ----------------------------------------------------------------------------------- plan and write
 
 
-def _convert(
+def carry_out(
     source: Checkpoint, dst: Path, target: TargetOptions, options: Options
 ) -> Outcome | None:
     """Writes the target, or prints the plan if the options contain --dry-run.

@@ -35,6 +35,7 @@ COMMANDS = {
         "convert.reshard", "Change the sizes or the format of a Megatron checkpoint."
     ),
     "repair": Summary("convert.repair", "Make a training checkpoint loadable at any sizes."),
+    "adapter": Summary("adapter.adapter", "Merge, convert or inspect an adapter (LoRA)."),
     "plan": Summary("convert.plan", "Print the plan of a conversion; write nothing."),
     "inspect": Summary("inspect.inspect", "Print what a directory contains."),
     "check": Summary("check.check", "Read a whole checkpoint and report what is wrong with it."),

@@ -24,6 +24,7 @@ from mckpt.cli.options import (
     json_option,
     together,
 )
+from mckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -139,6 +140,19 @@ no_adapter_option = conversion_option(
     "--no-adapter",
     is_flag=True,
     help="Convert the weights alone where a Hugging Face directory has an adapter (LoRA) too.",
+)
+
+adapter_option = together(
+    conversion_option(
+        "--adapter",
+        type=DIRECTORY,
+        help="Directory of an adapter (LoRA) of PEFT, with --merge.",
+    ),
+    conversion_option(
+        "--merge",
+        is_flag=True,
+        help="Add the adapter to the weights. `mckpt adapter` has more commands for adapters.",
+    ),
 )
 
 target_iteration_option = megatron_option(
@@ -391,6 +405,21 @@ def open_source(path: Path, options: Options) -> Checkpoint:
     return Checkpoint.open(
         path, SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
     )
+
+
+def with_adapter(source: Checkpoint, options: Options) -> Checkpoint:
+    """Returns the source with the adapter of --adapter and --merge added to its weights."""
+    adapter, merges = options["adapter"], options["merge"]
+    if (adapter is None) == merges:
+        lacking = "--adapter DIR, the adapter to merge" if merges else "--merge"
+        raise UsageError(
+            f"give {lacking} as well; `mckpt adapter to-megatron` writes an adapter alone"
+        )
+    if adapter is None:
+        return source
+    from mckpt.adapters import merging, peft
+
+    return merging.merge(source, peft.open_adapter(adapter))
 
 
 def parse_settings(options: Options) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.target import TargetOptions
+from mckpt.errors import counted
 from mckpt.formats import carried
 from mckpt.formats.base import dtypes_of
 from mckpt.formats.megatron.optimizer import holds_state, is_state
@@ -80,10 +81,11 @@ def facts_of(
     """Returns everything that determines the output, without time, host or path."""
     headers = hashlib.sha256()
     for s in moved.layout.stored:
-        for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
+        scales = [s.scales.grids] if s.scales else []
+        for a in (s.file, s.at, s.layer, s.expert, *scales, *s.added.values()):
             headers.update(np.ascontiguousarray(a).tobytes())
         headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
-    unchanged = carried.of(moved.layout)
+    unchanged, merging = carried.of(moved.layout), source.merging
     return {
         "mckpt": __version__,
         "source": {
@@ -109,9 +111,19 @@ def facts_of(
         "casts": [*source.files.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
         **({"carried": carried.facts(unchanged)} if unchanged else {}),
-        "notes": [*source.model.notes, *notes],
+        **({"adapter": merging.facts} if merging else {}),
+        "notes": [*source.model.notes, *(_merge_notes(merging.facts) if merging else []), *notes],
         **more,
     }
+
+
+def _merge_notes(merges: Mapping[str, Any]) -> list[str]:
+    """Returns a note on the adapter that is merged. merges: its entry in the manifest."""
+    replaced = f"; {counted(merges['replaced'], 'tensor')} of it replace the base's"
+    return [
+        f"an adapter of {counted(merges['modules'], 'module')} is merged: its products are added in"
+        f" float32, and each sum is rounded once{replaced * bool(merges['replaced'])}"
+    ]
 
 
 def offset_notes(joined: Joined) -> list[str]:

@@ -165,12 +165,12 @@ class PlanData:
             "copies": len(copies),
             "casts": {
                 f"{a} -> {b}": n
-                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                for (a, b, offset, _), n in zip(self.joined.casts, moved, strict=True)
                 if a != b and not offset
             },
             "offsets": {
                 f"{a} {offset:+g} -> {b}": n
-                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                for (a, b, offset, _), n in zip(self.joined.casts, moved, strict=True)
                 if offset
             },
             "padding_bytes": int(padding),

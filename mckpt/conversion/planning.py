@@ -110,7 +110,11 @@ def make_plan(
     source = source.borrowing()
     format = formats.get(target.format)
     plain = not (
-        source.is_megatron or source.opened.quantised or source.opened.notes or target.quantize
+        source.is_megatron
+        or source.opened.quantised
+        or source.opened.notes
+        or source.merging
+        or target.quantize
     )
     if not (format.megatron or same_format) and plain:
         raise UsageError(

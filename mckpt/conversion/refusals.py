@@ -41,11 +41,16 @@ def refuse_options(target: TargetOptions, format: Format, source: Checkpoint) ->
         raise UsageError(f"{option}: {reason}; leave it out")
     if target.allow_inexact:
         _refuse_unknown_names(target, source)
-    if (adapter := _adapter(source)) and not target.no_adapter:
+    if (adapter := _adapter(source)) and not (target.no_adapter or source.merging):
         raise UsageError(
             f"{source.path}: has an adapter ({', '.join(adapter)}), which transformers applies to"
-            " the weights and mckpt does not read: give --no-adapter to convert the weights alone,"
-            " or merge the adapter into them with peft's merge_and_unload"
+            " the weights: give --no-adapter to convert the weights alone, or merge the adapter"
+            f" into them with `mckpt adapter merge {source.path} {source.path} DST`"
+        )
+    if source.merging and target.quantize:
+        raise UsageError(
+            f"--quantize {target.quantize}: cannot be given while an adapter is merged; merge it"
+            " first, and convert the result with the option"
         )
 
 

@@ -21,6 +21,7 @@ from mckpt.execute.quantising import Cell, NotFinite, cells, fill, quantise
 from mckpt.execute.units import Work, is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.storage.descriptors import is_remote
+from mckpt.values import adding
 from mckpt.values.casting import cast, has_infinity, pieces, shift
 from mckpt.values.dtypes import numpy_dtype
 from mckpt.values.quantisation import CODES, VALUES, Grid, dequantise
@@ -74,12 +75,10 @@ class Mover:
         copies = [Copy(*c) for c in records.tolist()]
         slab = _SlabCopy(self, memory, check)
         quantised = is_quantised(records)
-        sources = {c.src_file for c in copies} | {
-            file
-            for c in copies
-            if c.grid != UNSCALED and not quantised
-            for file in self.grid(c).files
-        }
+        sources = {c.src_file for c in copies}
+        for c in copies if not quantised else ():
+            if c.grid != UNSCALED:
+                sources |= self._factors(c)
         with (
             self.sources.opened(sources) as slab.src,
             self.targets.opened(c.dst_file for c in copies) as slab.dst,
@@ -97,6 +96,18 @@ class Mover:
         """Closes all files."""
         self.sources.close()
         self.targets.close()
+
+    def _factors(self, c: Copy) -> set[int]:
+        """Returns the numbers of the files that hold the scales or the factors of a copy."""
+        if self.casts[c.cast].adapted:
+            product = self.product(c)
+            return {product.left.file, product.right.file}
+        return set(self.grid(c).files)
+
+    def product(self, c: Copy) -> adding.Product:
+        """Returns the product that a copy adds to the elements of its source."""
+        assert self.grids is not None, "copies add products, and no table was given"
+        return adding.Product.of(self.grids[c.grid : c.grid + adding.ROWS])
 
     def grid(self, c: Copy) -> Grid:
         """Returns the scales of a scaled copy's source."""
@@ -257,8 +268,8 @@ class _SlabCopy:
         """
         offset = 0.0 if c.cast == SAME else self.mover.casts[c.cast].offset
         if c.grid != UNSCALED:
-            assert not offset, "no rule has an offset for a tensor that is quantised"
-            self._dequantise(c, src, dst, row)
+            assert not offset, "no rule has an offset for a matrix that is quantised or adapted"
+            self._compute(c, src, dst, row)
         elif offset:
             for part in pieces(*src.shape):
                 shift(src[part], dst[part], offset)
@@ -276,7 +287,7 @@ class _SlabCopy:
             values, at = src[part], c.src_at + part[1].start * c.src_step
             if c.grid != UNSCALED:
                 values = np.empty(values.shape, numpy_dtype(VALUES))
-                self._dequantise(c._replace(src_at=at), src[part], values, row + part[0].start)
+                self._compute(c._replace(src_at=at), src[part], values, row + part[0].start)
             for i, j in np.argwhere(np.isinf(dst[part]) & np.isfinite(values)).tolist():
                 at += (row + part[0].start + i) * c.src_pitch + j * c.src_step
                 path, value = self.mover.sources.paths[c.src_file], float(values[i, j])
@@ -286,11 +297,11 @@ class _SlabCopy:
                     " writes inf",
                 )
 
-    def _dequantise(self, c: Copy, codes: np.ndarray, out: np.ndarray, row: int) -> None:
-        """Dequantises rows of a scaled copy from `row` on.
+    def _compute(self, c: Copy, src: np.ndarray, out: np.ndarray, row: int) -> None:
+        """Dequantises rows of a scaled copy from `row` on, or adds the product of an adapter.
 
-        It reads the scales each time it needs them. They are a few hundred bytes, and the kernel
-        keeps their pages.
+        It reads the scales and the factors each time it needs them. They are few bytes, and the
+        kernel keeps their pages.
         """
 
         def read(file: int, at: int, nbytes: int) -> bytearray:
@@ -298,8 +309,11 @@ class _SlabCopy:
             self._read(file, memoryview(raw), at)
             return raw
 
-        first = c.src_at + row * c.src_pitch
-        dequantise(self.mover.grid(c), codes, out, first, c.src_pitch, c.src_step, read)
+        where = c.src_at + row * c.src_pitch, c.src_pitch, c.src_step
+        if c.cast != SAME and self.mover.casts[c.cast].adapted:
+            adding.add(self.mover.product(c), src, out, *where, read)
+        else:
+            dequantise(self.mover.grid(c), src, out, *where, read)
 
     def _flush(self, strip: Strip, view: memoryview, row: int, rows: int) -> None:
         """Writes a strip's rows in the longest runs that leave the neighbouring bytes alone: all

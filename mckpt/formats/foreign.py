@@ -79,9 +79,8 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("model_weights", "model_config.yaml"), _NEMO_1),
     (
         ("adapter_config.json",),
-        "a PEFT adapter without the model that it belongs to, which its adapter_config.json names."
-        " Merge both with AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload() of PEFT,"
-        " and save the result",
+        "a PEFT adapter without the model that it belongs to, which its adapter_config.json names:"
+        " `mckpt adapter merge MODEL ADAPTER DST` writes the model with the adapter merged",
     ),
     (("zero_pp_rank_*",), _DEEPSPEED),
     (("mp_rank_*_model_states.pt",), _DEEPSPEED),

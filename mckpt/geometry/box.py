@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
@@ -94,6 +94,9 @@ class Stored:
     # the dtype of the elements in the buffer, if the values are these elements rounded to `dtype`
     rounded_from: str | None = None
     carried: bool = False  # no mapping describes it: its bytes are copied and never cast
+    # number of a piece -> the product that is added to it (values/adding.py), as an array of
+    # [stored tensors, ROWS, WIDTH]: the weights of a model with an adapter
+    added: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("layer", "expert", "file"):  # digests of plans need one dtype
@@ -277,6 +280,21 @@ def moves(source: Piece, target: Piece) -> list[Move]:
         dst = base(target) + sum(i * t for i, (_, _, t) in zip(index, axes, strict=True))
         out.append(Move(rows, run, src, src_pitch, src_step, dst, dst_pitch, dst_step))
     return out
+
+
+def by_axes(source: Piece, target: Piece) -> list[Move]:
+    """Returns moves that copy the intersection of two boxes of a matrix, of which each axis is one
+    of the matrix.
+    """
+    box = overlap(source.box, target.box)
+    if box is None:
+        return []
+    (rows, run), ends = box.shape, []
+    for piece in (source, target):
+        skipped = (o - p for o, p in zip(box.offset, piece.box.offset, strict=True))
+        start = piece.start + sum(n * s for n, s in zip(skipped, piece.strides, strict=True))
+        ends += [start, *piece.strides]
+    return [Move(rows, run, *ends)]
 
 
 def coalesce(listed: Iterable[Move]) -> list[Move]:

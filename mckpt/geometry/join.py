@@ -15,6 +15,7 @@ from mckpt.geometry.box import (
     Move,
     Piece,
     Stored,
+    by_axes,
     by_rows,
     coalesce,
     gaps,
@@ -22,6 +23,7 @@ from mckpt.geometry.box import (
     phased,
     tiles,
 )
+from mckpt.values import adding
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import Grid
 
@@ -55,11 +57,12 @@ class Cast(NamedTuple):
     source: str  # dtype
     target: str  # dtype
     offset: float = 0.0  # added to the value
+    adapted: bool = False  # the product of an adapter is added; `grid` is its first row
 
     @property
     def same(self) -> bool:
         """Returns whether the target has the bytes of the source."""
-        return self.source == self.target and not self.offset
+        return self.source == self.target and not (self.offset or self.adapted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,8 @@ class Joined:
 
     copies: np.ndarray  # of COPY, in the order of reading
     casts: tuple[Cast, ...]
-    grids: np.ndarray  # a quantisation.Grid in each row
+    # a quantisation.Grid in each row, or ROWS rows for each product of an adapter
+    grids: np.ndarray
     names: tuple[str, ...]  # logical templates
     layers: int
     experts: int
@@ -117,7 +121,14 @@ def join(source: Layout, target: Layout) -> Joined:
             row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
-                holders.setdefault(name, []).append((s, pieces, row_of, first))
+                held = []
+                for i in (i for i in s.added if s.pieces[i].tensor == name):
+                    held.append(([s.pieces[i]], sum(map(len, grids))))
+                    grids.append(s.added[i].reshape(-1, adding.WIDTH))
+                if plain := [p for i, p in enumerate(s.pieces) if p in pieces and i not in s.added]:
+                    held.append((plain, first))
+                for some, start in held:
+                    holders.setdefault(name, []).append((s, some, row_of, start))
     parts = []
     for t in target.stored:
         ids = _ids(t, experts)
@@ -127,7 +138,10 @@ def join(source: Layout, target: Layout) -> Joined:
             grids.append(t.scales.grids)
         for name, wanted in _by_name(t).items():
             for s, pieces, row_of, first in holders.get(name, ()):
-                found = coalesce(m for p in pieces for w in wanted for m in moves(p, w))
+                adapted = bool(s.added) and first is not None
+                pairs = ((p, w) for p in pieces for w in wanted)
+                found = [m for p, w in pairs for m in (by_axes if adapted else moves)(p, w)]
+                found = found if adapted else coalesce(found)
                 parts_of = [(m, 0) for m in found]
                 if s.scales:
                     straight = (part for m in found for part in by_rows(m, s.shape[-1]))
@@ -140,14 +154,17 @@ def join(source: Layout, target: Layout) -> Joined:
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
                 offset = wanted[0].offset - pieces[0].offset
-                cast = casts.setdefault(Cast(s.stored_as, t.stored_as, offset), len(casts))
+                way = Cast(s.stored_as, t.stored_as, offset, adapted)
+                cast = casts.setdefault(way, len(casts))
                 src, dst = itemsize(s.stored_as), itemsize(t.stored_as)
                 for m, phase in parts_of if len(here) else ():
                     part = np.empty(len(here), COPY)
                     part["tensor"], part["cast"] = number[name] + ids[here], cast
                     part["rows"], part["run"] = m.rows, m.run
                     part["grid"] = UNSCALED
-                    if first is not None:
+                    if adapted:
+                        part["grid"] = first + adding.ROWS * rows
+                    elif first is not None:
                         part["grid"] = first + phase * len(s) + rows
                     elif quantised is not None:
                         part["grid"] = quantised + here

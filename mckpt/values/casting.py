@@ -32,6 +32,16 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
         table.take(codes[part], out=out[part], mode="wrap")
 
 
+def bfloat16_bits(bits: np.ndarray) -> np.ndarray:
+    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype("u2")
+
+
 def shift(src: np.ndarray, out: np.ndarray, offset: float) -> None:
     """Fills `out` with the values of `src` plus `offset`.
 

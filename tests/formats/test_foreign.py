@@ -132,7 +132,7 @@ DIRECTORIES = {
     "NeMo 1": (("model.nemo",), ("NeMo 1",)),
     "PEFT": (
         ("adapter_config.json", "adapter_model.safetensors", "config.json"),
-        ("PEFT adapter", "merge_and_unload"),
+        ("PEFT adapter", "mckpt adapter merge"),
     ),
     "DeepSpeed": (("global_step40/x.pt", "latest"), ("DeepSpeed", "zero_to_fp32.py")),
     "a step of DeepSpeed": (

@@ -1,0 +1,286 @@
+"""Finds the weights of a base that an adapter of PEFT changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from mckpt.adapters.peft import PeftAdapter, rules, without_inside
+from mckpt.errors import SourceError
+from mckpt.formats.base import Names, packed
+from mckpt.geometry.box import Box
+from mckpt.geometry.packing import Packed
+from mckpt.mapping import Bound
+from mckpt.mapping.schema import nearest
+from mckpt.values import dtypes
+from mckpt.values.adding import FACTORS, Factor
+
+Place = tuple[str, int, int]  # of a logical tensor: template, layer, expert
+
+
+class Part(NamedTuple):
+    """The product that an adapter adds to a box of a logical tensor: scale * left @ right.
+
+    left [rows of the box, rank] and right [rank, columns of the box] are in the adapter's files.
+    """
+
+    box: Box
+    rank: int
+    scale: float
+    left: Factor
+    right: Factor
+
+
+class Adapted(NamedTuple):
+    """The weights of one module, or of one parameter of all experts, that an adapter changes."""
+
+    module: str
+    keys: tuple[str, ...]  # of the base's weights
+    rank: int
+    scale: float
+
+
+class Fit(NamedTuple):
+    """An adapter beside the names of its base."""
+
+    parts: Mapping[Place, Sequence[Part]]
+    whole: Mapping[Place, tuple[Box, int]]  # what replaces a tensor: its box, and the stored row
+    adapted: Sequence[Adapted]
+
+
+def fit(adapter: PeftAdapter, names: Names) -> Fit:
+    """Returns the logical tensors that an adapter changes.
+
+    names: those of the base as a Hugging Face directory. Raises SourceError with every tensor of
+    the adapter that does not fit.
+    """
+    return _Fitting(adapter, names).fit()
+
+
+class _Stored(NamedTuple):
+    """A tensor of the base: the rule that names it, and the number of its key in that rule."""
+
+    bound: Bound
+    number: int
+
+
+class _Fitting:
+    """The tensors of an adapter that are matched so far, and what does not fit."""
+
+    def __init__(self, adapter: PeftAdapter, names: Names) -> None:
+        self.adapter, self.names, self.scope = adapter, names, names.scope()
+        self.base: dict[str, list[_Stored]] = {}
+        for b in names.bound:
+            if b.rule.alias:
+                continue
+            for number, key in enumerate(b.keys()):
+                self.base.setdefault(key, []).append(_Stored(b, number))
+        self.problems: list[str] = []
+        self.parts: dict[Place, list[Part]] = {}
+        self.whole: dict[Place, tuple[Box, int]] = {}
+        self.adapted: list[Adapted] = []
+
+    def fit(self) -> Fit:
+        for module, rows in self.adapter.modules.items():
+            try:
+                self._add(module, rows)
+            except _Misfit as e:
+                self.problems.append(str(e))
+        for key, row in self.adapter.whole.items():
+            self._replace(key, row)
+        self._refuse_tied()
+        if self.problems:
+            raise SourceError.of(
+                f"{self.adapter.path}: the adapter does not fit the base, read as family"
+                f" {self.names.mapping.name}:",
+                self.problems,
+                "Give the base with which it was trained.",
+            )
+        if not (self.parts or self.whole):
+            raise SourceError(f"{self.adapter.path}: the adapter has no tensors")
+        return Fit(self.parts, self.whole, self.adapted)
+
+    def _shown(self, row: int) -> str:
+        """Returns a stored tensor for a message."""
+        shape = list(self.adapter.entries.entry(row).shape)
+        return f"{self.adapter.key(row)} {shape}"
+
+    def _add(self, stored: str, rows: Mapping[str, int]) -> None:
+        """Adds the factors of one module; raises _Misfit if they do not fit the base."""
+        first = self._shown(next(iter(rows.values())))
+        if other := rows.keys() - {"a", "b"}:
+            row = rows[min(other)]
+            kind = "DoRA" if min(other) == "magnitude" else "a bias of the factor B"
+            raise _Misfit(f"{self._shown(row)}: is of {kind}, which mckpt does not compute")
+        if rows.keys() != {"a", "b"}:
+            raise _Misfit(f"{first}: one of the two factors A and B is missing")
+        module = without_inside(stored)
+        a, b = (self._factor(rows[role]) for role in "ab")
+        key = f"{module}.weight"
+        if key in self.base:
+            shape = self._packed(key).shape
+            if len(shape) != 2:
+                raise _Misfit(f"{first}: {key} {list(shape)} is not a matrix")
+            embedding = "lora_embedding" in self.adapter.key(rows["a"])
+            out, into = reversed(shape) if embedding else shape
+            rank = a.shape[0]
+            if a.shape != (rank, into) or b.shape != (out, rank):
+                shown = " and ".join(map(self._shown, rows.values()))
+                raise _Misfit(
+                    f"{shown}: the base's {key} is {list(shape)}, so they must be [r, {into}] and"
+                    f" [{out}, r]"
+                )
+            left, right = (a.factor.turned, b.factor.turned) if embedding else (b.factor, a.factor)
+            self._adapt(module, [key], rank, [(left, right)])
+            return
+        for keys, shape, experts in self._parameters(module):
+            (out, into), rank = shape, a.shape[0] // experts
+            if a.shape[0] % experts or a.shape[0] != b.shape[1]:
+                continue
+            turned = (a.shape[1], b.shape[0]) == (out, into) != (into, out)
+            if turned or (a.shape[1], b.shape[0]) == (into, out):
+                factors = [_of_expert(a, b, e, experts, turned) for e in range(experts)]
+                self._adapt(module, keys, rank, factors)
+                return
+        known = nearest(module, {key.removesuffix(".weight") for key in self.base})
+        raise _Misfit(f"{first}: the base has no weight {key}{known}")
+
+    def _factor(self, row: int) -> _Matrix:
+        """Returns a stored factor; raises _Misfit if it is not a matrix of floats."""
+        entry = self.adapter.entries.entry(row)
+        if len(entry.shape) != 2 or entry.dtype not in FACTORS or 0 in entry.shape:
+            raise _Misfit(
+                f"{self._shown(row)}: holds {entry.dtype}, and a factor is a matrix of"
+                f" {', '.join(FACTORS)}"
+            )
+        down, along = entry.strides or (entry.shape[1], 1)
+        kind = FACTORS.index(entry.dtype)
+        return _Matrix(entry.shape, Factor(entry.file, entry.at, down, along, kind))
+
+    def _packed(self, key: str) -> Packed:
+        """Returns the whole matrix with this key, without its axis of experts."""
+        return packed(self.base[key][0].bound.rule, self.scope)
+
+    def _parameters(self, module: str) -> Iterator[tuple[list[str], tuple[int, int], int]]:
+        """Yields the parameters of all experts that a module may have: the keys of the base's
+        weights, the shape of one expert's matrix, and the number of experts.
+
+        The keys have `{expert}` if the base has a tensor for each expert.
+        """
+        for name, ends in rules()["peft"]["parameters"].items():
+            key = f"{module}.{name}"
+            if key in self.base and len(shape := self._packed(key).shape) == 2:
+                yield [key], (shape[0], shape[1]), len(self.base[key])
+            keys = [f"{module}.{end}" for end in ends]
+            first = [key.format(expert=0) for key in keys]
+            if all(key in self.base for key in first):
+                shapes = [self._packed(key).shape for key in first]
+                rows = sum(shape[0] for shape in shapes)
+                yield keys, (rows, shapes[0][1]), int(self.scope["num_experts"])
+
+    def _adapt(
+        self, module: str, keys: list[str], rank: int, factors: list[tuple[Factor, Factor]]
+    ) -> None:
+        """Adds the products of a module.
+
+        factors: left and right of each expert, or of the one matrix.
+        """
+        scale = self.adapter.scale(module, rank)
+        for number, (left, right) in enumerate(factors):
+            above = 0  # rows of the weights that are packed before
+            for key in keys:
+                named = key.format(expert=number)
+                stored = self.base[named]
+                one = stored[number if len(stored) > 1 else 0]
+                whole = packed(one.bound.rule, self.scope)
+                self._place(one, whole, _moved(left, above), right, rank, scale)
+                above += whole.shape[0]
+        self.adapted.append(Adapted(module, tuple(keys), rank, scale))
+
+    def _place(
+        self,
+        stored: _Stored,
+        whole: Packed,
+        left: Factor,
+        right: Factor,
+        rank: int,
+        scale: float,
+    ) -> None:
+        """Adds the product for one matrix of the base to each logical tensor in it."""
+        rule = stored.bound.rule
+        layers, experts = stored.bound.instances()
+        layer, expert = int(layers[stored.number]), int(experts[stored.number])
+        for member, box, at, step in whole.placed:
+            rows = _moved(left, at[0])._replace(down=left.down * step)
+            columns = _moved(right.turned, at[1]).turned
+            self.parts.setdefault((rule.of[member], layer, expert), []).append(
+                Part(box, rank, scale, rows, columns)
+            )
+
+    def _replace(self, key: str, row: int) -> None:
+        """Adds a tensor that replaces one of the base."""
+        found = self.base.get(key)
+        if found is None:
+            known = nearest(key, self.base)
+            self.problems.append(f"{self._shown(row)}: the base has no tensor {key}{known}")
+            return
+        entry, (b, number) = self.adapter.entries.entry(row), found[0]
+        whole = packed(b.rule, self.scope)
+        if len(found) > 1 or len(whole.placed) > 1 or b.rule.transposed or entry.strides:
+            self.problems.append(
+                f"{self._shown(row)}: replaces a tensor that packs several weights of the base,"
+                " which mckpt does not read from an adapter"
+            )
+        elif entry.shape != whole.shape:
+            self.problems.append(
+                f"{self._shown(row)}: replaces {key}, which is {list(whole.shape)} in the base"
+            )
+        else:
+            layers, experts = b.instances()
+            place = b.rule.of[0], int(layers[number]), int(experts[number])
+            self.whole[place] = (whole.placed[0].box, row)
+
+    def _refuse_tied(self) -> None:
+        """Adds a problem if the adapter changes the embedding of a model whose output layer is the
+        embedding.
+        """
+        twice = {name for b in self.names.bound if b.rule.alias for name in b.rule.of}
+        if self.names.dims["tied"] and any(
+            place[0] in twice for place in (*self.parts, *self.whole)
+        ):
+            self.problems.append(
+                "the adapter changes the embedding, which is the output layer too"
+                " (tie_word_embeddings); after the merge both would differ from the model that"
+                " was trained"
+            )
+
+
+class _Misfit(Exception):
+    """A module of the adapter that does not fit the base."""
+
+
+class _Matrix(NamedTuple):
+    """A factor as it is stored."""
+
+    shape: tuple[int, ...]
+    factor: Factor
+
+
+def _moved(factor: Factor, rows: int) -> Factor:
+    """Returns the factor from a row on."""
+    size = dtypes.itemsize(FACTORS[factor.dtype])
+    return factor._replace(at=factor.at + rows * factor.down * size)
+
+
+def _of_expert(
+    a: _Matrix, b: _Matrix, expert: int, experts: int, turned: bool
+) -> tuple[Factor, Factor]:
+    """Returns the factors, left and right, of one expert of a parameter of all experts.
+
+    PEFT (tuners/lora/layer.py, ParamWrapper) reads A as [experts, r, in] and B as [out, r,
+    experts]. turned: their product is the transpose of the expert's matrix.
+    """
+    right = _moved(a.factor, expert * (a.shape[0] // experts))
+    left = _moved(b.factor.turned, expert).turned
+    left = left._replace(along=left.along * experts)
+    return (right.turned, left.turned) if turned else (left, right)

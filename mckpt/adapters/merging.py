@@ -1,0 +1,191 @@
+"""Weights with an adapter: a checkpoint whose tensors are those of a base plus the products of an
+adapter. They are computed when they are read; see values/adding.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from mckpt.adapters.fitting import Fit, Part, Place, fit
+from mckpt.adapters.peft import PeftAdapter
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.base import Names
+from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
+from mckpt.geometry.parallel import Parallel
+from mckpt.lazy import numpy as np
+from mckpt.values.adding import ROWS, WIDTH, Product
+from mckpt.values.dtypes import itemsize
+
+Source = TypeVar("Source", bound=Checkpoint)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """An adapter that is merged into the weights of a checkpoint while they are read."""
+
+    adapter: PeftAdapter
+    fitted: Fit
+
+    def layout(self, base: Layout) -> Layout:
+        """Returns the layout of the base with the products that are added to its pieces."""
+        return merged(base, self.fitted, self.adapter)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Returns the manifest's entry on the adapter."""
+        text = json.dumps(self.adapter.config, sort_keys=True)
+        return {
+            "config": hashlib.sha256(text.encode()).hexdigest(),
+            "modules": len(self.fitted.adapted),
+            "replaced": len(self.fitted.whole),
+        }
+
+
+def merge(base: Source, adapter: PeftAdapter) -> Source:
+    """Returns the weights of a base with an adapter.
+
+    Raises SourceError with every tensor of the adapter that does not fit the base, and UsageError
+    for a base whose adapted weights are quantised.
+    """
+    names = base.names
+    if base.is_megatron:
+        family = base.model.family
+        if family is None:
+            raise UsageError(
+                f"{base.path}: no config.json describes the base, so the names of the adapter's"
+                " tensors are not known; give --like HF_DIR"
+            )
+        names = Names(family, base.dims, {}, Parallel())
+    out = replace(base, merging=Merging(adapter, fit(adapter, names)))
+    _ = out.layout
+    return out
+
+
+def merged(layout: Layout, fitted: Fit, adapter: PeftAdapter) -> Layout:
+    """Returns the layout of a base in which the products of an adapter are added.
+
+    Each stored tensor is cut into those that the adapter changes and the others.
+    """
+    first = len(layout.files)
+    stored: list[Stored] = []
+    seen: set[Place] = set()
+    for s in layout.stored:
+        templates = {p.tensor for p in s.pieces}
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+            places = [(name, *at) for name in sorted(templates)]
+            changed = tuple(
+                "whole"
+                if place in fitted.whole
+                else tuple(part.box for part in fitted.parts.get(place, ()))
+                for place in places
+            )
+            seen.update(places)
+            groups.setdefault(changed, []).append(row)
+        for changed, rows in groups.items():
+            some = _rows(s, rows)
+            if any(changed):
+                stored += _changed(some, fitted, adapter, first)
+            else:
+                stored.append(some)
+    if lost := sorted({*fitted.parts, *fitted.whole} - seen):
+        names = [name.format(layer=layer, expert=expert) for name, layer, expert in lost]
+        raise SourceError.of(f"{adapter.path}: changes tensors that the base does not have:", names)
+    for s in _replacing(layout, fitted, adapter, first):
+        place = (s.pieces[0].tensor, int(s.layer[0]), int(s.expert[0]))
+        changed = place in fitted.parts
+        stored += _changed(s, fitted._replace(whole={}), adapter, first) if changed else [s]
+    return replace(layout, files=[*layout.files, *adapter.files], stored=stored)
+
+
+def _rows(s: Stored, rows: list[int]) -> Stored:
+    """Returns some of the stored tensors of one geometry."""
+    if len(rows) == len(s):
+        return s
+    at = np.array(rows)
+    return replace(s, layer=s.layer[at], expert=s.expert[at], file=s.file[at], at=s.at[at])
+
+
+def _changed(s: Stored, fitted: Fit, adapter: PeftAdapter, first: int) -> list[Stored]:
+    """Returns stored tensors with the products that an adapter adds to them, all in the same way.
+
+    first: the number of the adapter's first file.
+    """
+    if s.scales or s.rounded_from:
+        raise UsageError(
+            f"{s.key}: the adapter changes this weight, which is stored"
+            f" {'quantised' if s.scales else f'in {s.rounded_from} as the master copy'}; convert"
+            " the base to a directory of plain weights first, and merge the adapter into that"
+        )
+    instances = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
+    pieces: list[Piece] = []
+    added: dict[int, np.ndarray] = {}
+    for piece in s.pieces:
+        place = (piece.tensor, *instances[0])
+        boxes = [fitted.whole[place][0]] if place in fitted.whole else []
+        parts = () if boxes else fitted.parts.get(place, ())
+        for number, part in enumerate(parts):
+            if (inner := _within(piece, part.box)) is None:
+                continue
+            words = [
+                _product(s, row, inner, fitted.parts[(piece.tensor, *at)][number], first).words()
+                for row, at in enumerate(instances)
+            ]
+            added[len(pieces)] = np.array(words, "i8").reshape(len(s), ROWS, WIDTH)
+            pieces.append(inner)
+        pieces += _beyond(piece, [*boxes, *(part.box for part in parts)])
+    if not pieces:
+        return []
+    return [replace(s, pieces=tuple(pieces), added=added, view=s.view or not added)]
+
+
+def _within(piece: Piece, box: Box) -> Piece | None:
+    """Returns the part of a piece that lies in a box of its tensor, None if there is none."""
+    inner = overlap(piece.box, box)
+    if inner is None:
+        return None
+    skipped = (a - b for a, b in zip(inner.offset, piece.box.offset, strict=True))
+    start = piece.start + sum(n * step for n, step in zip(skipped, piece.strides, strict=True))
+    return piece._replace(box=inner, start=start)
+
+
+def _beyond(piece: Piece, boxes: Sequence[Box]) -> list[Piece]:
+    """Returns the rows of a piece behind all boxes, which together start at row 0: those of a
+    vocabulary's padding.
+    """
+    end = max((box.offset[0] + box.shape[0] for box in boxes), default=0)
+    below = Box((end, *piece.box.offset[1:]), piece.box.shape)
+    found = _within(piece, below)
+    return [] if found is None else [found]
+
+
+def _product(s: Stored, row: int, piece: Piece, part: Part, first: int) -> Product:
+    """Returns the product that is added to a piece of one stored tensor."""
+    skipped = [a - b for a, b in zip(piece.box.offset, part.box.offset, strict=True)]
+    left, right = (f._replace(file=f.file + first) for f in (part.left, part.right))
+    at = int(s.at[row]) + piece.start * itemsize(s.stored_as)
+    down, along = piece.strides
+    if down < along:  # the buffer has the columns one after the other
+        (down, along), (left, right) = (along, down), (right.turned, left.turned)
+        skipped.reverse()
+    return Product(at, down, along, *skipped, part.rank, part.scale, left, right)
+
+
+def _replacing(layout: Layout, fitted: Fit, adapter: PeftAdapter, first: int) -> Iterable[Stored]:
+    """Returns the tensors of an adapter that replace those of its base, in the base's dtype."""
+    dtypes = {
+        p.tensor: s.dtype for s in layout.stored if not (s.replica or s.carried) for p in s.pieces
+    }
+    for (name, layer, expert), (box, row) in fitted.whole.items():
+        entry = adapter.entries.entry(row)
+        piece = Piece(name, box, 0, row_major(entry.shape))
+        where = np.array([[layer], [expert], [entry.file + first], [entry.at]], "i8")
+        wide = entry.dtype if entry.dtype != dtypes[name] else None
+        yield Stored(
+            adapter.key(row), dtypes[name], entry.shape, (piece,), *where, rounded_from=wide
+        )

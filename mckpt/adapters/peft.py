@@ -1,0 +1,186 @@
+"""Reads the adapter directories of PEFT: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mckpt.containers import safetensors
+from mckpt.containers.entries import Entries
+from mckpt.errors import SourceError
+from mckpt.formats import places
+from mckpt.formats.hf_config import ADAPTER, parse_config
+from mckpt.formats.hf_files import read_bin
+from mckpt.mapping.nodes import Node, parse
+from mckpt.mapping.schema import FOLDER
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+ROLES = ("a", "b", "magnitude", "bias")  # of a tensor of an adapter
+
+
+@functools.cache
+def rules() -> Node:
+    """Returns the content of mappings/adapters.yaml."""
+    return parse(FOLDER / "adapters.yaml")[0]
+
+
+@functools.cache
+def _ends() -> re.Pattern[str]:
+    """Returns an expression for the end of the key of an adapter's tensor, with its role."""
+    ends: Mapping[str, list[str]] = rules()["peft"]["ends"]
+    named = (f"(?P<{role}>{'|'.join(map(_pattern, ends[role]))})" for role in ROLES)
+    return re.compile(rf"\.({'|'.join(named)})$")
+
+
+@functools.cache
+def _inside() -> re.Pattern[str]:
+    """Returns an expression for the parts of a key that stand between a module and its weight."""
+    return re.compile(rf"\.(?:{'|'.join(map(_pattern, rules()['peft']['inside']))})(?=\.)")
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace(r"\{name\}", r"[^.]+")
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """The adapter in a directory of PEFT, of which only the headers are read.
+
+    Keys are those of the base: without the prefix of PEFT.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    files: list[str]
+    entries: Entries
+    # module -> role -> row of `entries`; the module may have parts named `inside`
+    modules: Mapping[str, Mapping[str, int]]
+    whole: Mapping[str, int]  # key of a tensor that replaces one of the base -> row of `entries`
+
+    def key(self, row: int) -> str:
+        """Returns the key of a stored tensor, as it is in the file."""
+        return self.entries.names[row]
+
+    def scale(self, module: str, rank: int) -> float:
+        """Returns the number that multiplies the product of a module's factors.
+
+        Raises SourceError if the configuration gives the module another rank.
+        """
+        stated = self._by_pattern("rank_pattern", module, self.config.get("r", 8))
+        if stated != rank:
+            raise SourceError(
+                f"{module}: its factors have the rank {rank}, and {ADAPTER[0]} gives it the rank"
+                f" {stated}"
+            )
+        alpha = self._by_pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
+        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def show(self) -> dict[str, Any]:
+        """Returns what `mckpt adapter inspect` prints."""
+        kinds: dict[tuple[str, int, float, str], int] = {}
+        for stored, rows in self.modules.items():
+            if (row := rows.get("a")) is None:
+                continue
+            entry, module = self.entries.entry(row), without_inside(stored)
+            rank = self._by_pattern("rank_pattern", module, self.config.get("r", 8))
+            name = _NUMBER.sub("{}", module)
+            kind = (name, rank, self.scale(module, rank), entry.dtype)
+            kinds[kind] = kinds.get(kind, 0) + 1
+        shapes = (self.entries.entry(row).shape for row in range(len(self.entries)))
+        return {
+            "path": str(self.path),
+            "base": self.config.get("base_model_name_or_path"),
+            "modules": sorted(self.modules),
+            "parameters": sum(map(math.prod, shapes)),
+            "kinds": [
+                dict(zip(("name", "rank", "scale", "dtype", "modules"), (*kind, n), strict=True))
+                for kind, n in kinds.items()
+            ],
+            "replaced": sorted(self.whole),
+        }
+
+    def _by_pattern(self, name: str, module: str, default: Any) -> Any:
+        """Returns the value of the first pattern that the end of a module's name matches."""
+        patterns: Mapping[str, Any] = self.config.get(name) or {}
+        for pattern, value in patterns.items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        return default
+
+
+def is_adapter(path: Path) -> bool:
+    """Returns whether a directory is one of PEFT."""
+    return (path / ADAPTER[0]).is_file()
+
+
+def open_adapter(path: str | Path) -> PeftAdapter:
+    """Opens an adapter of PEFT: a directory, a name on the Hub or a URL.
+
+    Raises SourceError if it is damaged, or if it is of a kind that mckpt does not compute.
+    """
+    root = places.local(path)
+    if not is_adapter(root):
+        raise SourceError(f"{root}: has no {ADAPTER[0]}, so it is not the directory of an adapter")
+    config = parse_config(root / ADAPTER[0])
+    _refuse(root, config)
+    file = next((root / name for name in ADAPTER[1:] if (root / name).is_file()), None)
+    if file is None:
+        raise SourceError(f"{root}: has neither {ADAPTER[1]} nor {ADAPTER[2]}; copy it again")
+    if file.suffix == ".bin":
+        entries = Entries.of(read_bin(str(file), 0))
+    else:
+        entries = safetensors.read([str(file)])
+    modules, whole = _sorted(entries)
+    return PeftAdapter(root, config, [str(file)], entries, modules, whole)
+
+
+def _refuse(root: Path, config: Mapping[str, Any]) -> None:
+    """Raises SourceError for an adapter whose product mckpt does not compute."""
+    where, known = root / ADAPTER[0], rules()["peft"]
+    if (kind := config.get("peft_type")) != "LORA":
+        raise SourceError(f"{where}: peft_type is {kind!r}, and mckpt reads LORA only")
+    problems = [
+        f"{name} is {config[name]!r:.60}: {why}"
+        for name, why in known["refuse"].items()
+        if config.get(name)
+    ]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(tuple(known["changed_base"])):
+        problems.append(
+            f"init_lora_weights is {start!r}: such a training changes the weights of the base too,"
+            " so the adapter does not belong to the published base; save it with"
+            " path_initial_model_for_weight_conversion of PEFT"
+        )
+    if problems:
+        raise SourceError.of(
+            f"{where}: describes an adapter that mckpt does not compute:", problems
+        )
+
+
+def _sorted(entries: Entries) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Returns the tensors of an adapter by module and role, and those that replace the base's."""
+    known = rules()["peft"]
+    modules: dict[str, dict[str, int]] = {}
+    whole: dict[str, int] = {}
+    for row, name in enumerate(entries.names):
+        key = name
+        while key.startswith(known["prefix"]):
+            key = key.removeprefix(known["prefix"])
+        if any(f".{part}." in key for part in known["ignore"]):
+            continue
+        if (found := _ends().search(key)) is not None:
+            role = next(role for role in ROLES if found[role])
+            modules.setdefault(key[: found.start()], {})[role] = row
+        else:
+            whole[_inside().sub("", key)] = row
+    return modules, whole
+
+
+def without_inside(module: str) -> str:
+    """Returns a module's name without the parts `inside`."""
+    return _inside().sub("", f"{module}.").removesuffix(".")

@@ -1,0 +1,94 @@
+"""`mckpt adapter`: adapters (LoRA) of PEFT and Megatron."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt import formats
+from mckpt.cli import convert, shared
+from mckpt.cli.commands import Commands
+from mckpt.cli.echo import echo
+from mckpt.cli.options import DIRECTORY, PATH, command, json_option
+from mckpt.errors import UsageError
+
+
+@click.group(cls=Commands)
+def adapter() -> None:
+    """Merge, convert or inspect an adapter (LoRA)."""
+
+
+@command()
+@click.argument("base", type=PATH)
+@click.argument("adapter", type=PATH)
+@shared.destination_argument
+@shared.layout_options("target-", otherwise="1 from Hugging Face, else the base's")
+@shared.conversion_option(
+    "--format",
+    "target_format",
+    type=click.Choice([name for name, one in formats.FORMATS.items() if one.written]),
+    help="Format of the target. Without it, that of the base, or torch_dist if sizes are given.",
+)
+@shared.hf_target_options
+@shared.dialect_option("target-", otherwise="the base's; from Hugging Face, gpt")
+@shared.no_optimizer_option
+@shared.keep_padding_option
+@shared.megatron_source_options
+@shared.megatron_target_options
+@shared.family_options
+@shared.conversion_options
+def merge(base: Path, adapter: Path, dst: Path, target_format: str | None, **options: Any) -> None:
+    """Write the weights of BASE with an adapter merged into them.
+
+    BASE and DST are of any format, and ADAPTER is a directory of PEFT. The products of the adapter
+    are added in float32, and each sum is rounded once to the dtype of the weight.
+    """
+    from mckpt.adapters import merging, peft
+
+    source = merging.merge(shared.open_source(base, options), peft.open_adapter(adapter))
+    sizes = shared.parallel_sizes(options)
+    if target_format is None:
+        kept = formats.kept_or_default(source.format) if source.is_megatron else source.format
+        target_format = formats.MEGATRON if any(sizes.values()) and kept == "hf" else kept
+    to_megatron = formats.FORMATS[target_format].megatron
+    if any(sizes.values()) and not to_megatron:
+        raise UsageError(
+            "a Hugging Face directory has no parallel sizes; leave them out, or give --format"
+            f" {formats.MEGATRON}"
+        )
+    parallel = source.parallel.with_(**sizes) if to_megatron else None
+    target = shared.make_target(options, target_format, parallel)
+    if outcome := convert.carry_out(source, dst, target, options):
+        outcome.show(options["as_json"])
+
+
+@command()
+@click.argument("path", type=DIRECTORY)
+@json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """Print what an adapter of PEFT contains."""
+    from mckpt.adapters import peft
+
+    found = peft.open_adapter(path)
+    shown = found.show()
+    if as_json:
+        echo(json.dumps(shown))
+        return
+    echo(
+        f"{path}: LoRA of PEFT, for {shown['base'] or 'a base without a name'};"
+        f" {len(shown['modules'])} modules, {shown['parameters']:,} parameters"
+    )
+    for kind in shown["kinds"]:
+        echo(
+            f"  {kind['modules']:>5}  {kind['name']}: rank {kind['rank']}, scale {kind['scale']:g},"
+            f" {kind['dtype']}"
+        )
+    for name in shown["replaced"]:
+        echo(f"  replaces {name}")
+
+
+for _command in (merge, inspect):
+    adapter.add_command(_command)

@@ -1,0 +1,278 @@
+"""Adapters (LoRA) are merged right, whatever the family, the format of the base and that of the
+target. The expected values are computed with numpy from the names in the files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import mckpt
+from mckpt import mapping
+from mckpt.formats.base import Names, packed
+from mckpt.geometry.parallel import Parallel
+from tests.helpers import lora
+from tests.helpers.commands import good, refused
+from tests.helpers.tiny import FIXTURES, TinyModel
+
+QWEN3 = FIXTURES / "tiny-qwen3"
+ROUNDED_ONCE = 0.5  # units in the last place
+FAMILIES = ("qwen3_5", "deepseek_v2", "gpt2", "phi3", "qwen2_moe", "glm4_moe", "gpt_neox")
+
+
+def made(case: str, out: Path, dtype: Any = ml_dtypes.bfloat16) -> Path:
+    """Writes a Hugging Face directory of random values for a config of fixtures/families."""
+    config = json.loads((FIXTURES / "families" / f"{case}.json").read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    names = Names(family, family.read(config), {}, Parallel())
+    drawn = np.random.RandomState(1)
+    tensors = {}
+    for b in names.bound:
+        whole = packed(b.rule, names.scope()).shape
+        shape = (*b.axes(names.scope()), *(whole[::-1] if b.rule.transposed else whole))
+        for key in b.keys() if b.rule.written and not b.rule.alias else ():
+            tensors[key] = (drawn.randn(*shape) / 8).astype(dtype)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+def expect_merged(base: Path, got: Path, stored: Any, scales: dict[str, float]) -> None:
+    """Fails unless a merged directory has the sums of the base and an adapter, rounded once."""
+    weights, merged = lora.tensors(base), lora.tensors(got)
+    assert merged.keys() == weights.keys()
+    for key, weight in weights.items():
+        module = key.removesuffix(".weight")
+        if module in scales:
+            added = lora.product(stored, module, scales[module])
+            added = added.T if ".c_" in module else added  # GPT-2 stores [in, out]
+            assert lora.apart(merged[key], weight, added) <= ROUNDED_ONCE, key
+            assert (merged[key] != weight).mean() > 0.5, key
+        else:
+            assert np.array_equal(merged[key], weight), key
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_matrix_of_a_family(case: str, tmp_path: Path) -> None:
+    base = made(case, tmp_path / "base")
+    weights = lora.tensors(base)
+    modules = lora.matrices(weights, ("norm", "embed", "wte", "wpe", "lm_head"))
+    shapes = {
+        f"{m}.weight": weights[f"{m}.weight"].T if case == "gpt2" else weights[f"{m}.weight"]
+        for m in modules
+    }
+    stored = lora.factors(shapes, modules)
+    adapter = lora.save(tmp_path / "adapter", stored)
+    good("adapter", "merge", base, adapter, tmp_path / "merged")
+    expect_merged(base, tmp_path / "merged", stored, dict.fromkeys(modules, 2.0))
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_bases_and_targets_of_megatron(
+    case: str, format: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    base = tiny_model(case, "bfloat16")
+    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "shared_head"))
+    stored = lora.factors(lora.tensors(base), modules)
+    adapter = lora.save(tmp_path / "adapter", stored)
+    sizes = ("--tp", 2, "--pp", 2, *(("--ep", 2) if "moe" in case else ()))
+    good("adapter", "merge", base, adapter, tmp_path / "hf")
+    good("hf-to-megatron", base, tmp_path / "base", "--format", format, *sizes)
+    there = ("adapter", "merge", base, adapter, tmp_path / "there", "--format", format, *sizes)
+    good(*there)
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same", "--target-tp", 4)
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
+    for other in ("there", "same", "back"):
+        good("diff", tmp_path / "hf", tmp_path / other)
+
+
+def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    modules = [m for m in lora.matrices(weights) if "layers.1." in m]
+    up = "model.layers.1.mlp.up_proj"
+    stored = lora.factors(weights, [m for m in modules if m != up])
+    stored |= lora.factors(weights, [up], rank=3)
+    config = {
+        "rank_pattern": {r"layers\.1\.mlp\.up_proj": 3, "up_proj": 7},  # the first one counts
+        "alpha_pattern": {"o_proj": 10},
+        "use_rslora": True,
+    }
+    adapter = lora.save(tmp_path / "adapter", stored, **config)
+    good("adapter", "merge", QWEN3, adapter, tmp_path / "merged")
+    scales = {
+        m: (10 if m.endswith("o_proj") else 8) / (3 if m == up else 4) ** 0.5 for m in modules
+    }
+    expect_merged(QWEN3, tmp_path / "merged", stored, scales)
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model.model.base_model.model."])
+def test_other_prefixes_and_names_of_adapters(prefix: str, tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    modules = lora.matrices(weights)[:3]
+    stored = lora.factors(weights, modules)
+    named = {
+        f"{prefix}{key.removeprefix(lora.PREFIX)}".replace("_A.", "_A.default."): value
+        for key, value in stored.items()
+    }
+    adapter = lora.save(tmp_path / "adapter", named)
+    good("adapter", "merge", QWEN3, adapter, tmp_path / "merged")
+    expect_merged(QWEN3, tmp_path / "merged", stored, dict.fromkeys(modules, 2.0))
+
+
+def test_an_embedding_and_tensors_that_replace_those_of_the_base(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    embedding = weights["model.embed_tokens.weight"]
+    drawn = np.random.RandomState(3)
+    head, norm = drawn.randn(*weights["lm_head.weight"].shape), drawn.randn(32)
+    a, b = drawn.randn(4, embedding.shape[0]), drawn.randn(embedding.shape[1], 4)
+    stored = {
+        "model.embed_tokens.lora_embedding_A": a.astype("f4"),
+        "model.embed_tokens.lora_embedding_B": b.astype("f4"),
+        "model.embed_tokens.base_layer.weight": embedding,
+        "lm_head.weight": head.astype("f4"),
+        "model.layers.2.input_layernorm.modules_to_save.default.weight": norm.astype(
+            ml_dtypes.bfloat16
+        ),
+        "model.layers.2.input_layernorm.original_module.weight": norm.astype("f4"),
+    }
+    adapter = lora.save(tmp_path / "adapter", stored)
+    for base in (QWEN3, tmp_path / "base"):
+        if base != QWEN3:
+            good("hf-to-megatron", QWEN3, base, "--tp", 2)
+        good(
+            "adapter", "merge", base, adapter, tmp_path / "merged", "--format", "hf", "--overwrite"
+        )
+        merged = lora.tensors(tmp_path / "merged")
+        added = 2.0 * (b.astype("f4").astype("f8") @ a.astype("f4").astype("f8")).T
+        key = "model.embed_tokens.weight"
+        assert lora.apart(merged[key], embedding, added) <= ROUNDED_ONCE
+        assert np.array_equal(merged["lm_head.weight"], head.astype("f4").astype(embedding.dtype))
+        there = merged["model.layers.2.input_layernorm.weight"]
+        assert np.array_equal(there, norm.astype(ml_dtypes.bfloat16))
+        changed = [key for key in weights if not np.array_equal(weights[key], merged[key])]
+        assert len(changed) == 3
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "tp4", "--target-tp", 4)
+    good("diff", tmp_path / "merged", tmp_path / "tp4")
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "gpt_oss", "qwen3-moe"])
+def test_parameters_of_all_experts(case: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """PEFT reads A as [experts, r, in] and B as [out, r, experts] (ParamWrapper)."""
+    base = tiny_model(case, "bfloat16") if "-" in case else made(case, tmp_path / "base")
+    weights = lora.tensors(base)
+    places = sorted({k[: k.index(".experts.")] for k in weights if ".experts." in k})
+    drawn, rank = np.random.RandomState(4), 3
+    stored, want = {}, dict(weights)
+    for place in places:
+        for name, inside in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
+            key = f"{place}.experts.{name}"
+            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+            if key in weights:
+                shape = weights[key].shape
+                out, into = shape[2:0:-1] if case == "gpt_oss" else shape[1:]
+            else:
+                shapes = [weights[f"{place}.experts.0.{part}.weight"].shape for part in parts]
+                out, into = sum(s[0] for s in shapes), shapes[0][1]
+                shape = (len([k for k in weights if f"{place}.experts." in k]) // 3,)
+            a = drawn.randn(shape[0] * rank, into).astype("f4")
+            b = drawn.randn(out, rank * shape[0]).astype("f4") / 8
+            stored[f"{place}.experts{inside}.lora_A.weight"] = a
+            stored[f"{place}.experts{inside}.lora_B.weight"] = b
+            added = 2.0 * np.einsum(
+                "ore,eri->eoi",
+                b.reshape(out, rank, shape[0]).astype("f8"),
+                a.reshape(shape[0], rank, into).astype("f8"),
+            )
+            if key in weights:
+                want[key] = added.transpose(0, 2, 1) if case == "gpt_oss" else added
+                continue
+            for expert, of in enumerate(added):
+                for part, rows in zip(parts, np.split(of, len(parts)), strict=True):
+                    want[f"{place}.experts.{expert}.{part}.weight"] = rows
+    adapter = lora.save(tmp_path / "adapter", stored, r=rank, lora_alpha=6)
+    good("adapter", "merge", base, adapter, tmp_path / "merged")
+    merged, changed = lora.tensors(tmp_path / "merged"), 0
+    for key, weight in weights.items():
+        if want[key] is weight:
+            assert np.array_equal(merged[key], weight), key
+        else:
+            assert lora.apart(merged[key], weight, want[key]) <= ROUNDED_ONCE, key
+            changed += 1
+    assert changed
+
+
+def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    q, up = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
+    stored = lora.factors(weights, [q, up])
+    stored["model.layers.9.mlp.up_proj.lora_A.weight"] = np.zeros((4, 32), "f4")
+    stored["model.layers.9.mlp.up_proj.lora_B.weight"] = np.zeros((72, 4), "f4")
+    stored[f"{lora.PREFIX}{up}.lora_B.weight"] = np.zeros((70, 4), "f4")
+    stored["lm_head.weight"] = np.zeros((300, 32), "f4")
+    del stored[f"{lora.PREFIX}{q}.lora_B.weight"]
+    adapter = lora.save(tmp_path / "adapter", stored)
+    text = refused(
+        3,
+        "one of the two factors A and B is missing",
+        "they must be [r, 32] and [72, r]",
+        "the base has no weight model.layers.9.mlp.up_proj.weight",
+        "replaces lm_head.weight, which is [271, 32] in the base",
+        args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"),
+        untouched=tmp_path / "merged",
+    )
+    assert text.count("  - ") == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the weights of the base too"),
+        ({"r": 5}, "have the rank 4, and adapter_config.json gives it the rank 5"),
+    ],
+)
+def test_adapters_that_are_not_computed(config: Any, words: str, tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    stored = lora.factors(weights, lora.matrices(weights)[:1])
+    adapter = lora.save(tmp_path / "adapter", stored, **config)
+    refused(3, words, args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"))
+
+
+def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    modules = lora.matrices(weights)
+    stored = lora.factors(weights, modules)
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in QWEN3.iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    lora.save(base, stored)
+    refused(2, "mckpt adapter merge", args=("hf-to-megatron", base, tmp_path / "megatron"))
+    good("adapter", "merge", base, base, tmp_path / "merged")
+    expect_merged(QWEN3, tmp_path / "merged", stored, dict.fromkeys(modules, 2.0))
+    assert not (tmp_path / "merged/adapter_config.json").exists()
+    good("hf-to-megatron", base, tmp_path / "tp2", "--adapter", base, "--merge", "--tp", 2)
+    good("diff", tmp_path / "merged", tmp_path / "tp2")
+
+
+def test_a_merged_checkpoint_in_python(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    up = "model.layers.1.mlp.up_proj"
+    stored = lora.factors(weights, [up])
+    merged = mckpt.open(QWEN3, adapter=lora.save(tmp_path / "adapter", stored))
+    got = np.asarray(merged["layers.1.mlp.up.weight"][3:9].numpy())
+    want = lora.product(stored, up, 2.0)[3:9]
+    assert lora.apart(got, weights[f"{up}.weight"][3:9], want) <= ROUNDED_ONCE
+    plain = mckpt.open(QWEN3)["layers.0.mlp.up.weight"].numpy()
+    assert np.array_equal(merged["layers.0.mlp.up.weight"].numpy(), plain)
+    mckpt.convert(merged, tmp_path / "hf", format="hf")
+    assert not mckpt.diff(merged, tmp_path / "hf")
