@@ -35,7 +35,11 @@ DIALECTS = {
 SCOUT = ("attn_chunk", "attn_temperature", "rope_high_freq_factor", "qk_l2_norm", "rope_factor")
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("baichuan2-7b", dialect): ("normed_head",) for dialect in ("gpt", "hybrid")},
+    ("cwm", "gpt"): ("rope_factor",),
+    ("cwm", "hybrid"): ("rope_type", "rope_factor"),
     ("ernie-4.5-0.3b", "hybrid"): ("rope_interleaved",),
+    ("exaone-3.5-7.8b", "hybrid"): ("rope_type", "rope_factor"),
     ("flan-t5-base", "t5"): ("activation",),
     ("mt5-small", "t5"): ("activation",),
     ("glm-4-9b-chat", "hybrid"): ("rope_interleaved",),
@@ -71,6 +75,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("nemotron-h-8b", "hybrid"): ("mamba_min_step",),
     ("nemotron-nano-9b-v2", "hybrid"): ("mamba_min_step",),
     ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
+    ("sarvam-105b", "gpt"): ("router_group_experts",),
     ("qwen3-next-80b-a3b", "gpt"): ("mtp_layers",),
     ("qwen3.6-27b-text", "gpt"): ("mtp_layers",),
     ("qwen3.6-35b-a3b-text", "gpt"): ("mtp_layers",),
@@ -79,6 +84,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
 UNLOADABLE = {
     ("deepseek-v2-lite", "hybrid"),
     ("moonlight-16b-a3b", "hybrid"),
+    ("sarvam-105b", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba-9b", "gpt"),
     ("granite-4.0-h-small", "gpt"),
@@ -89,7 +95,7 @@ UNLOADABLE = {
     ("nemotron-nano-9b-v2", "gpt"),
 }
 # model -> the newest megatron-core that can load it, if it is not the newest of all
-UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18"}
+UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18", "sarvam-105b": "0.18"}
 # the tensor-parallel size of a plan, where 2 is too many: one group, and experts with biases
 TP = {"bamba-9b": 1, "gpt-oss-20b": 1, "granite-4.0-h-small": 1}
 # model -> the case of fixtures/families that has its names, where transformers saves others

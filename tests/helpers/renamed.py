@@ -9,63 +9,202 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# key of the published config -> the key of the class that stands for it
-_KEYS = {
-    "BailingMoeForCausalLM": {"use_qkv_bias": "qkv_bias"},
-    "BailingMoeV2ForCausalLM": {
+Config = dict[str, Any]
+Tensors = Mapping[str, Any]
+
+
+def _unchanged(c: Config, found: Any) -> Any:
+    return found
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the published files of an architecture differ from those of the class that stands for it.
+
+    keys: a key of the published config -> the key of the class.
+    parts: dotted parts of a name in the class -> those of the published name. A part that contains
+        another one stands before it.
+    fused: the published module in the place of self_attn.{q,k,v}_proj, with their rows in turn.
+    config, saved, read: functions of the published config and of, in this order, the config of the
+        class, the tensors that it saves, and those that it reads. They return these as changed.
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    fused: str = ""
+    config: Callable[[Config, Config], Config] = _unchanged
+    saved: Callable[[Config, Config], Config] = _unchanged
+    read: Callable[[Config, Config], Config] = _unchanged
+
+
+def _dense_first(c: Config, found: Config) -> Config:
+    width = c["num_shared_experts"] * c["moe_intermediate_size"]
+    first = list(range(c["first_k_dense_replace"]))
+    return found | {"mlp_only_layers": first, "shared_expert_intermediate_size": width}
+
+
+def _without_gate(c: Config, tensors: Config) -> Config:
+    return {k: v for k, v in tensors.items() if "shared_expert_gate" not in k}
+
+
+def _with_gate(c: Config, tensors: Config) -> Config:
+    """A gate of zeros multiplies by one half."""
+    import torch
+
+    out = dict(tensors)
+    for name, tensor in tensors.items():
+        start, down, _ = name.partition("shared_expert.down_proj.weight")
+        if down:
+            out[name] = 2 * tensor
+            out[f"{start}shared_expert_gate.weight"] = torch.zeros(1, tensor.shape[0])
+    return out
+
+
+def _whole_heads(c: Config, found: Config) -> Config:
+    return {"partial_rotary_factor": 1.0} | found
+
+
+def _qwen(c: Config, found: Config) -> Config:
+    """intermediate_size is the width of gate and up together."""
+    half = {"intermediate_size": c["intermediate_size"] // 2}
+    return found | half | {"num_key_value_heads": c["num_attention_heads"]}
+
+
+def _yarn(c: Config, found: Config) -> Config:
+    """The class takes the width of a head from its parts, and knows one name of yarn."""
+    found.pop("head_dim", None)
+    if found.get("rope_scaling"):
+        found["rope_scaling"] = found["rope_scaling"] | {"type": "yarn"}
+    return found
+
+
+def _text_config(c: Config, found: Config) -> Config:
+    text: Config = dict(c["llm_config"])
+    return text
+
+
+def _beside_vision(c: Config, tensors: Config) -> Config:
+    import torch
+
+    vision = {name: torch.ones(3) for name in ("vision_model.embeddings.class", "mlp1.0.weight")}
+    return vision | {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _language_model(c: Config, tensors: Config) -> Config:
+    start = "language_model."
+    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+
+
+def _normed_head(c: Config, tensors: Config) -> Config:
+    import torch
+
+    return tensors | {"lm_head.weight": torch.nn.functional.normalize(tensors["lm_head.weight"])}
+
+
+_LING = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+}
+_LING_2 = Names(
+    {
         "num_experts": "n_routed_experts",
         "num_shared_experts": "n_shared_experts",
         "use_qkv_bias": "attention_bias",
     },
+    _LING,
+    "attention.query_key_value",
+)
+_GPT = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.h",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "mlp.down_proj": "mlp.c_proj",
 }
-# the end of a name in the class -> the end of the published name
-_LING = {
-    "embed_tokens.weight": "word_embeddings.weight",
-    "self_attn.o_proj.weight": "attention.dense.weight",
-    "self_attn.q_norm.weight": "attention.query_layernorm.weight",
-    "self_attn.k_norm.weight": "attention.key_layernorm.weight",
-    "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+_ARCHITECTURES = {
+    "BailingMoeForCausalLM": Names(
+        {"use_qkv_bias": "qkv_bias"},
+        _LING | {"mlp.shared_expert": "mlp.shared_experts"},
+        "attention.query_key_value",
+        _dense_first,
+        _without_gate,
+        _with_gate,
+    ),
+    "BailingMoeV2ForCausalLM": _LING_2,
+    "SarvamMoEForCausalLM": replace(_LING_2, config=_whole_heads),
+    "SarvamMLAForCausalLM": Names(
+        {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}, config=_yarn
+    ),
+    "ExaoneForCausalLM": Names(
+        {
+            "num_layers": "num_hidden_layers",
+            "activation_function": "hidden_act",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        _GPT
+        | {
+            "self_attn.o_proj": "attn.attention.out_proj",
+            "self_attn": "attn.attention",
+            "mlp.gate_proj": "mlp.c_fc_0",
+            "mlp.up_proj": "mlp.c_fc_1",
+        },
+    ),
+    "QWenLMHeadModel": Names(
+        {
+            "layer_norm_epsilon": "rms_norm_eps",
+            "rotary_emb_base": "rope_theta",
+            "kv_channels": "head_dim",
+        },
+        _GPT
+        | {
+            "self_attn.o_proj": "attn.c_proj",
+            "mlp.gate_proj": "mlp.w2",
+            "mlp.up_proj": "mlp.w1",
+        },
+        "attn.c_attn",
+        _qwen,
+    ),
+    "InternLM3ForCausalLM": Names({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
+    "InternVLChatModel": Names(config=_text_config, saved=_beside_vision, read=_language_model),
+    "BaiChuanForCausalLM": Names(fused="self_attn.W_pack"),
+    "BaichuanForCausalLM": Names(fused="self_attn.W_pack", saved=_normed_head, read=_normed_head),
 }
 _QKV = re.compile(r"self_attn\.[qkv]_proj\.")
-_SHARED = re.compile(r"mlp\.shared_expert\.")
-_GATE = "mlp.shared_expert_gate.weight"
-Tensors = Mapping[str, Any]
 
 
-def config(c: dict[str, Any]) -> dict[str, Any]:
+def config(c: Config) -> Config:
     """Returns the config of the class that stands for the architecture of `c`; `c` without one."""
-    named = c["architectures"][0]
-    if named not in _KEYS:
+    names = _ARCHITECTURES.get(c["architectures"][0])
+    if not names:
         return c
-    found = {_KEYS[named].get(key, key): value for key, value in c.items() if key != "model_type"}
-    if named == "BailingMoeForCausalLM":
-        found["mlp_only_layers"] = list(range(c["first_k_dense_replace"]))
-        found["shared_expert_intermediate_size"] = (
-            c["num_shared_experts"] * c["moe_intermediate_size"]
-        )
-    return found
+    found = {names.keys.get(key, key): value for key, value in c.items() if key != "model_type"}
+    return names.config(c, found)
 
 
-def as_published(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+def as_published(c: Config, tensors: Tensors) -> Config:
     """Returns the tensors of the class that stands for an architecture, with published names."""
-    if c["architectures"][0] not in _KEYS:
+    names = _ARCHITECTURES.get(c["architectures"][0])
+    if not names:
         return dict(tensors)
     import torch
 
-    out: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(_GATE):
-            continue  # the published model has none
-        if found := _QKV.search(name):
+    out: Config = {}
+    for name, tensor in names.saved(c, dict(tensors)).items():
+        found = _QKV.search(name)
+        if found and names.fused:
             start, end = name[: found.start()], name[found.end() :]
-            parts = [tensors[f"{start}self_attn.{x}_proj.{end}"] for x in "qkv"]
-            out[f"{start}attention.query_key_value.{end}"] = torch.cat(parts)
-        else:
-            out[_renamed(_SHARED.sub("mlp.shared_experts.", name), _LING)] = tensor
+            name = f"{start}{names.fused}.{end}"
+            tensor = torch.cat([tensors[f"{start}self_attn.{x}_proj.{end}"] for x in "qkv"])
+        out[_with(names.parts, name)] = tensor
     return out
 
 
@@ -76,10 +215,9 @@ def for_transformers(directory: Path, out: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     c = json.loads((directory / "config.json").read_text())
-    named = c["architectures"][0]
-    if named not in _KEYS:
+    if c["architectures"][0] not in _ARCHITECTURES:
         return directory
-    tensors: dict[str, Any] = {}
+    tensors: Config = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)
     out.mkdir(parents=True)
@@ -88,33 +226,24 @@ def for_transformers(directory: Path, out: Path) -> Path:
     return out
 
 
-def _of_class(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    import torch
-
-    head = c["head_dim"]
-    sizes = [n * head for n in (c["num_attention_heads"], *[c["num_key_value_heads"]] * 2)]
-    gated = c["architectures"][0] == "BailingMoeForCausalLM"
-    out: dict[str, Any] = {}
+def _of_class(c: Config, tensors: Tensors) -> Config:
+    names, of_class = _ARCHITECTURES[c["architectures"][0]], config(c)
+    heads = of_class["num_attention_heads"]
+    head = of_class.get("head_dim") or of_class["hidden_size"] // heads
+    sizes = [n * head for n in (heads, *[of_class.get("num_key_value_heads", heads)] * 2)]
+    back = {published: own for own, published in names.parts.items()}
+    out: Config = {}
     for name, tensor in tensors.items():
-        start, middle, end = name.partition("attention.query_key_value.")
-        if middle:
-            for x, part in zip("qkv", tensor.split(sizes), strict=True):
-                out[f"{start}self_attn.{x}_proj.{end}"] = part.contiguous()
+        start, fused, end = name.partition(f"{names.fused}." if names.fused else "\0")
+        if not fused:
+            out[_with(back, name)] = tensor
             continue
-        name = _renamed(name, {published: own for own, published in _LING.items()})
-        start, middle, end = name.partition("mlp.shared_experts.")
-        if middle and gated:
-            name = f"{start}mlp.shared_expert.{end}"
-            if end == "down_proj.weight":
-                # a gate of zeros multiplies by one half
-                out[f"{start}{_GATE}"] = torch.zeros(1, tensor.shape[0])
-                tensor = 2 * tensor
-        out[name] = tensor
-    return out
+        for x, part in zip("qkv", tensor.split(sizes), strict=True):
+            out[_with(back, f"{start}self_attn.{x}_proj.{end}")] = part.contiguous()
+    return names.read(c, out)
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    for end, other in names.items():
-        if name.endswith(f".{end}"):
-            return name.removesuffix(end) + other
+def _with(parts: Mapping[str, str], name: str) -> str:
+    for part, other in parts.items():
+        name = re.sub(rf"(^|\.){re.escape(part)}(?=\.|$)", rf"\g<1>{other}", name)
     return name

@@ -49,10 +49,18 @@ LETTERS = {
 # an architecture that is not in transformers -> the class that is like it or has its decoder;
 # tests/helpers/renamed.py has the other names of some
 STANDS_FOR = {
+    "BaiChuanForCausalLM": "LlamaForCausalLM",
+    "BaichuanForCausalLM": "LlamaForCausalLM",
     "BailingMoeForCausalLM": "Qwen2MoeForCausalLM",
     "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
+    "ExaoneForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "InternVLChatModel": "Qwen3ForCausalLM",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "QWenLMHeadModel": "Qwen2ForCausalLM",
+    "SarvamMLAForCausalLM": "DeepseekV3ForCausalLM",
+    "SarvamMoEForCausalLM": "Glm4MoeForCausalLM",
 }
 
 Config = dict[str, Any]

@@ -51,13 +51,19 @@ REFUSED: dict[tuple[str, str], str] = {
     " rope_interleaved",
     ("llama4_vl", "hybrid"): "rope_interleaved",
     ("moonlight", "gpt"): "norm_eps",
+    **{("baichuan2", dialect): "normed_head" for dialect in ("gpt", "hybrid")},
+    ("exaone", "hybrid"): "rope_type rope_factor",
+    ("cwm", "hybrid"): "rope_type rope_factor",
     **{("granitemoeshared", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
 }
+# case -> the dim of REFUSED that changes nothing for its weights: rows of length 1
+UNCHANGED = {"baichuan2": "normed_head"}
 # (case, dialect) that Megatron cannot even load
 UNLOADABLE = {
     # a second norm where q has no latent
     ("deepseek_v2_lite", "hybrid"),
     ("moonlight", "hybrid"),
+    ("sarvam_mla", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba", "gpt"),
     ("granitemoehybrid", "gpt"),
@@ -70,7 +76,7 @@ UNLOADABLE = {
 # the cases that Megatron computes exactly
 EXACT = [case for case in CASES if (case, "gpt") not in REFUSED]
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
-LOCAL = {"deepseek_v2_lite", "moonlight"}
+LOCAL = {"deepseek_v2_lite", "moonlight", "sarvam_mla"}
 # (case, dialect) with modules that only Transformer Engine has; tests/helpers/fake_te stands for it
 WITH_TE = {
     ("gemma_silu", "gpt"),
@@ -90,6 +96,8 @@ WITH_TE = {
 # case -> the oldest megatron-core that has its layers
 SINCE: dict[str, list[int]] = {
     "arcee_yarn": [0, 19],
+    "cwm": [0, 16],
+    "solar_open": [0, 19],
     "gemma_silu": [0, 19],
     "granite_residual_1": [0, 19],
     "granitemoe": [0, 19],
@@ -151,6 +159,14 @@ def ran(work: Path, made: Path, request: pytest.FixtureRequest) -> dict[str, dic
     cases: dict[str, list[dict[str, Any]]] = {"local": [], "transformer_engine": []}
     for case in [case for case in CASES if case in chosen_cases(request.session)]:
         tokens = made_models.tokens(case).tolist()
+        if case in UNCHANGED:
+            size = sizes_of(case, "gpt")
+            wanted = {"parallel": Parallel(**size), "transformer_impl": "local"}
+            out = work / "gpt" / case
+            mckpt.plan(made / case, out, allow_inexact=[UNCHANGED[case]], **wanted).run()
+            given = {"tokens": tokens, "format": "torch_dist", "impl": "local", **size}
+            read = {"checkpoint": str(out), "args": {"dialect": "gpt"}, **given}
+            cases["local"].append({"name": f"{case}-gpt", "kind": "forward", **read})
         for dialect in dialects(case):
             impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
             form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
@@ -245,6 +261,18 @@ def test_a_dialect_that_cannot_compute_a_model_is_refused(
     mckpt.plan(out, work / "accepted" / f"{case}-{dialect}", format="hf").run()
     assert not mckpt.diff(made / case, work / "accepted" / f"{case}-{dialect}")
     record("accepted", case, "torch", f"`--allow-inexact {' '.join(dims)}`", 0, 1, dialect=dialect)
+
+
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_a_refused_feature_that_changes_nothing_leaves_the_logits_equal(
+    case: str, made: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    reference = tiny.hf_logits(made / case, made_models.tokens(case))
+    result = ran[f"{case}-gpt"]
+    assert result["ok"], explain(result)
+    apart, largest = np.abs(result["logits"] - reference).max(), np.abs(reference).max()
+    record("forward", case, "torch_dist", str(Parallel(**sizes_of(case, "gpt"))), apart, largest)
+    assert apart < limit(reference)
 
 
 @pytest.mark.parametrize(("case", "dialect"), sorted(UNLOADABLE))
