@@ -1,0 +1,197 @@
+"""Weights with an adapter: PEFT computes the same logits, and numpy the same values to the last
+bit.
+
+PEFT runs the base with the adapter beside it; transformers runs the merged weights. The values of
+a merge into bfloat16 are those of the formula, rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import adapters, made_models, tiny
+from tests.helpers.adapters import Arrays, embedding, factors, modules, stacked
+from tests.helpers.commands import good
+from tests.helpers.judging import limit
+
+pytestmark = [
+    pytest.mark.judge,
+    pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="PEFT is not installed"),
+]
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+Made = tuple[Arrays, dict[str, Any]]  # the tensors of an adapter and entries of its config
+
+
+def q_and_v(base: Path) -> Made:
+    """The modules that PEFT adapts by default in a Llama."""
+    return factors(modules(base, "q_proj", "v_proj"), shared=False), {}
+
+
+def patterns(base: Path) -> Made:
+    """Ranks and scales that differ by module; the first pattern that matches gives them."""
+
+    def rank(module: str) -> int:
+        return 8 if "layers.1." in module else 4 if module.endswith("down_proj") else 16
+
+    made = factors(modules(base, *ATTENTION, *MLP), rank, shared=False)
+    return made, {
+        "r": 16,
+        "rank_pattern": {"layers.1.mlp.down_proj": 8, "down_proj": 4, r"layers\.1\..*": 8},
+        "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 4, "k_proj": 32},
+        "use_rslora": True,
+        "lora_alpha": 2,
+    }
+
+
+def vocabulary(base: Path) -> Made:
+    """The embedding and the output layer, of which PEFT stores the base's weights as well."""
+    stored = adapters.weights(base)
+    made = embedding("model.embed_tokens", stored["model.embed_tokens.weight"].shape)
+    made |= factors(modules(base, "lm_head", "up_proj"))
+    for name in ("model.embed_tokens", "lm_head"):
+        made[f"{adapters.PREFIX}{name}.base_layer.weight"] = stored[f"{name}.weight"]
+    return made, {}
+
+
+def replaced(base: Path) -> Made:
+    """Tensors that were trained whole: modules_to_save."""
+    stored, made = adapters.weights(base), factors(modules(base, "k_proj"))
+    for key in ("lm_head.weight", *(f"model.layers.{i}.input_layernorm.weight" for i in range(4))):
+        drawn = adapters.drawn(key, stored[key].shape).astype(stored[key].dtype)
+        made[adapters.PREFIX + key] = drawn if drawn.ndim > 1 else drawn + 1
+    return made, {"modules_to_save": ["lm_head", "input_layernorm"], "target_modules": ["k_proj"]}
+
+
+def experts_apart(base: Path) -> Made:
+    """Experts as transformers 4 named them, where gate and up have an A of their own."""
+    return factors(modules(base, "q_proj", *MLP), shared=False), {}
+
+
+def experts_stacked(base: Path) -> Made:
+    """Experts as transformers 5 has them, of files that have one tensor for each expert."""
+    made = factors(modules(base, *ATTENTION))
+    for layer in range(4):
+        made |= stacked(f"model.layers.{layer}.mlp.experts", 24, (128, 48), (48, 64), rank=2)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return made, {
+        "target_parameters": names,
+        "r": 2,
+        "lora_alpha": 4,
+        "rank_pattern": {"[qkvo]_proj": 4},
+        "alpha_pattern": {"[qkvo]_proj": 8},
+    }
+
+
+def experts_down(base: Path) -> Made:
+    """One of the two parameters: PEFT then has one wrapper, without a base_layer."""
+    made: Arrays = {}
+    for layer in range(4):
+        made |= stacked(f"model.layers.{layer}.mlp.experts", 24, (128, 48), (48, 64))
+    made = {key: array for key, array in made.items() if "base_layer" not in key}
+    return made, {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}
+
+
+def latent(base: Path) -> Made:
+    """Latent attention, dense layers, experts and shared experts.
+
+    PEFT 0.21 takes target_modules with these names for the experts alone, so that the others are
+    target_parameters.
+    """
+    c = json.loads((base / "config.json").read_text())
+    shapes = {
+        module: shape
+        for module, shape in modules(base, *LATENT, *MLP).items()
+        if int(module.split(".")[2]) < c["num_hidden_layers"]  # without multi-token prediction
+    }
+    apart = [m for m in shapes if m.endswith(MLP) and ".experts." not in m]
+    return factors(shapes), {"target_parameters": [f"{module}.weight" for module in apart]}
+
+
+def linear_attention(base: Path) -> Made:
+    """Gated delta nets, and attention with an output gate."""
+    return factors(modules(base, *LINEAR, *ATTENTION, *MLP)), {}
+
+
+def stacked_files(base: Path) -> Made:
+    """Experts that are stacked in the base's files too, and a shared expert."""
+    made = factors(modules(base, *LINEAR, *ATTENTION, *(f"shared_expert.{name}" for name in MLP)))
+    for layer in range(4):
+        made |= stacked(f"model.layers.{layer}.mlp.experts", 6, (48, 48), (48, 24))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return made, {"target_parameters": names, "target_modules": [*LINEAR, *ATTENTION, *MLP]}
+
+
+CASES: dict[str, tuple[str, Callable[[Path], Made]]] = {
+    "q and v": ("llama", q_and_v),
+    "patterns": ("qwen3", patterns),
+    "vocabulary": ("llama", vocabulary),
+    "replaced": ("qwen3", replaced),
+    "experts apart": ("qwen3-moe", experts_apart),
+    "experts stacked": ("qwen3-moe", experts_stacked),
+    "experts down": ("qwen3-moe", experts_down),
+    "latent": ("deepseek-v3", latent),
+    "linear attention": ("qwen3_5", linear_attention),
+    "stacked files": ("qwen3_5_moe", stacked_files),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(work: Path) -> Callable[[str, str], Path]:
+    """A function: the name of a model and a dtype -> the directory of that model."""
+    made = [model for model, _ in CASES.values() if model in made_models.CASES]
+
+    @functools.cache
+    def written(model: str, dtype: str) -> Path:
+        directory = work / "bases" / dtype / model
+        if model not in made:
+            return tiny.tiny_random(model, directory, dtype)
+        if dtype == "float32":
+            if not directory.exists():
+                made_models.make(set(made), directory.parent)
+        else:
+            stored = adapters.weights(written(model, "float32"))
+            directory.mkdir(parents=True)
+            kind = tiny.DTYPES[dtype][1]
+            tiny.write_weights(directory, {k: v.astype(kind) for k, v in stored.items()})
+            shutil.copy(written(model, "float32") / "config.json", directory)
+        return directory
+
+    return written
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_weights_are_the_model_with_the_adapter(bases, work, case):
+    model, make = CASES[case]
+    for dtype in ("float32", "bfloat16"):
+        base, at = bases(model, dtype), work / case / dtype
+        tensors, config = make(base)
+        adapter = adapters.write(at / "adapter", tensors, **config)
+        good("adapter", "merge", base, adapter, at / "merged")
+        wanted = adapters.merged(base, adapter)
+        found = adapters.weights(at / "merged")
+        assert adapters.differences(found, wanted, powers=case != "patterns") == []
+        stored = adapters.weights(base)
+        changed = [key for key in wanted if (wanted[key] != stored[key]).any()]
+        if dtype == "bfloat16" and case != "patterns":
+            assert adapters.exact(wanted, changed) > 0.999, "few values have one right result"
+    base, at = bases(model, "float32"), work / case / "float32"
+    tokens = (made_models if model in made_models.CASES else tiny).tokens(model)
+    logits, plain = tiny.hf_logits(at / "merged", tokens), tiny.hf_logits(base, tokens)
+    unmerged = adapters.peft_logits(base, at / "adapter", tokens)
+    # the merge rounds each weight once more
+    tolerance = 3 * limit(unmerged)
+    assert np.abs(logits - unmerged).max() <= tolerance
+    assert np.abs(plain - unmerged).max() > 100 * tolerance, "the adapter hardly changes anything"
