@@ -110,7 +110,7 @@ class Options(MegatronOptions, total=False):
     tokenizer: str | Path  # the directory of the tokenizer and other side files
     no_adapter: bool  # leaves out the adapter beside the weights of a Hugging Face source
     max_shard_size: int | str  # bytes of the largest safetensors file, or text such as "2GB"
-    quantize: Literal["fp8"]  # the weights of linear layers
+    quantize: Literal["fp8", "mxfp8", "nvfp4"]  # the weights of linear layers
 
 
 class MoveOptions(TypedDict, total=False):

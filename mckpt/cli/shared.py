@@ -131,9 +131,10 @@ hf_target_options = together(
     ),
     hf_option(
         "--quantize",
-        type=click.Choice(["fp8"]),
+        type=click.Choice(["fp8", "mxfp8", "nvfp4"]),
         help="Quantise the weights of linear layers: fp8 is float8_e4m3fn with one scale for each"
-        " block of 128 x 128.",
+        " block of 128 x 128, mxfp8 with a power of two for each 1 x 32; nvfp4 is numbers of 4 bits"
+        " with a scale for each 1 x 16, and one for each tensor (docs/hugging-face.md).",
     ),
 )
 no_adapter_option = conversion_option(

@@ -8,7 +8,7 @@ import numpy as np
 
 from mckpt.geometry.join import UNSCALED, Joined
 from mckpt.storage.files import TargetFile
-from mckpt.values.quantisation import CODES, Grid
+from mckpt.values.quantisation import WRITTEN, Grid
 
 
 def groups(
@@ -16,7 +16,8 @@ def groups(
 ) -> list[list[int]]:
     """Returns the files in groups of about `size` bytes; `last` is in none of them.
 
-    A weight that is quantised and its scales are written together, so their files are in one group.
+    A weight that is quantised and its scales are written together, so their files are in one group,
+    with those of the weights that share its overall scale.
     """
     tied = _ties(joined)
     out: list[list[int]] = []
@@ -34,20 +35,24 @@ def groups(
 
 def _ties(joined: Joined) -> set[int]:
     """Returns the files that must be in the group of the file before them."""
-    weights, scales = _quantised(joined)
-    tied: set[int] = set()
-    for a, b in zip(weights["dst_file"].tolist(), scales, strict=True):
-        tied.update(range(min(a, b) + 1, max(a, b) + 1))
-    return tied
+    weights = _quantised(joined)
+    first: dict[int, int] = {}  # number of peers -> the least of their files, and the largest
+    last: dict[int, int] = {}
+    for file, row in zip(weights["dst_file"].tolist(), weights["grid"].tolist(), strict=True):
+        grid = Grid(*joined.grids[row].tolist())
+        files = {file, *grid.files}
+        number = grid.peers if grid.overall else -1 - row
+        first[number] = min(first.get(number, file), *files)
+        last[number] = max(last.get(number, file), *files)
+    return {file for number in first for file in range(first[number] + 1, last[number] + 1)}
 
 
-def _quantised(joined: Joined) -> tuple[np.ndarray, list[int]]:
-    """Returns the copies into quantised weights, and the file of the scales of each."""
-    codes = np.array([cast.target == CODES for cast in joined.casts], bool)
-    which = (joined.copies["grid"] != UNSCALED) & codes[joined.copies["cast"]]
-    copies = joined.copies[which]
-    file = Grid._fields.index("file")
-    return copies, joined.grids[copies["grid"], file].tolist() if len(copies) else []
+def _quantised(joined: Joined) -> np.ndarray:
+    """Returns the copies into quantised weights."""
+    written = np.array([cast.target in WRITTEN for cast in joined.casts], bool)
+    which = (joined.copies["grid"] != UNSCALED) & written[joined.copies["cast"]]
+    copies: np.ndarray = joined.copies[which]
+    return copies
 
 
 def part(
@@ -58,9 +63,9 @@ def part(
     number[list(group)] = np.arange(len(group), dtype="i4")
     copies = joined.copies[number[joined.copies["dst_file"]] >= 0].copy()
     grids = joined.grids.copy()
-    weights, _ = _quantised(joined)
+    weights = _quantised(joined)
     for grid in set(weights["grid"][number[weights["dst_file"]] >= 0].tolist()):
-        at = Grid._fields.index("file")
-        grids[grid, at] = number[grids[grid, at]]
+        for at in map(Grid._fields.index, ("file", "overall_file")):
+            grids[grid, at] = number[grids[grid, at]]
     copies["dst_file"] = number[copies["dst_file"]]
     return [files[n] for n in group], copies, grids

@@ -112,7 +112,7 @@ class PlanData:
     def copies(self) -> Iterator[PlannedCopy]:
         """Yields all copies, in the order of the source files. A large plan has a million."""
         sources, outputs = self.source.layout.files, self.outputs
-        for row in self.joined.copies:
+        for row, at in zip(self.joined.copies, self.joined.first_bytes().tolist(), strict=True):
             c = dict(zip(COPY.names or (), row.item(), strict=True))
             cast = self.joined.casts[c["cast"]]
             wide, width = dtypes.itemsize(cast.source), dtypes.itemsize(cast.target)
@@ -123,7 +123,7 @@ class PlanData:
                 (c["src_pitch"] // wide, c["src_step"] // wide),
                 cast.source,
                 outputs[c["dst_file"]].path,
-                c["dst_at"],
+                at,
                 (c["dst_pitch"] // width, c["dst_step"] // width),
                 cast.target,
                 (c["rows"], c["run"]),

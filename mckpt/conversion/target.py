@@ -19,7 +19,7 @@ MAX_SHARD_SIZE = 2 * 10**9
 _CHOICES = {
     "transformer_impl": ("transformer_engine", "local"),
     "layer_keys": ("stacked", "per_layer"),
-    "quantize": ("fp8",),
+    "quantize": ("fp8", "mxfp8", "nvfp4"),
 }
 
 
@@ -49,7 +49,7 @@ class TargetOptions:
     max_shard_size: int = MAX_SHARD_SIZE  # bytes
     keep_padding: bool = False
     run_config: bool = False  # write run_config.yaml, from which Megatron-Bridge loads
-    quantize: str | None = None  # the encoding of the weights of linear layers: fp8
+    quantize: str | None = None  # the form of the weights of linear layers: fp8, mxfp8 or nvfp4
     # The version of the megatron-core that will load the checkpoint, such as "0.16" or "0.19.2".
     # None: the newest version that mckpt knows.
     megatron_version: str | None = None

@@ -5,6 +5,7 @@ with checksums computed on the way.
     clusters   lays out in a buffer the copies that move together
     mover      copies one slab
     quantising quantises the rows of one slab
+    measuring  finds the largest values of weights that share a scale
     threads    hands out the slabs
     files      opens, reads, writes and syncs the files
     checksums  combines the crc32 of the ranges that were written into that of a whole file
@@ -55,6 +56,8 @@ from mckpt.lazy import distinct
 from mckpt.progress import OnProgress, Progress
 from mckpt.storage.descriptors import any_remote
 from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize
+from mckpt.values.quantisation import WRITTEN
 
 __all__ = ["Cluster", "Job", "Overflow", "execute"]
 
@@ -294,8 +297,10 @@ class _Run:
         copies = self.work.copies
         # bytes of tensors that each file still waits for, as far as this process knows
         self.file_left = np.zeros(len(self.targets.paths), "i8")
+        nbytes = copies["rows"] * copies["run"] * copies["dst_item"]
+        packed = [WRITTEN[c.target].per_byte if c.target in WRITTEN else 1 for c in job.casts]
         np.add.at(
-            self.file_left, copies["dst_file"], copies["rows"] * copies["run"] * copies["dst_item"]
+            self.file_left, copies["dst_file"], nbytes // np.array([*packed, 1])[copies["cast"]]
         )
         self.files_empty = int((self.file_left == 0).sum())
         slabs = self.work.slabs
@@ -405,8 +410,10 @@ class _Run:
         records = self.work.cluster(slab)
         if is_quantised(records):
             of, grid = self.work.slabs[slab], self.mover.grid(Copy(*records[-1].tolist()))
-            weight = (int(of["end"]) - int(of["row"])) * grid.width
+            weight = (int(of["end"]) - int(of["row"])) * grid.width // grid.encoding.per_byte
             self.file_left[int(records["dst_file"][0])] -= weight
+            if grid.overall and not of["row"]:
+                self.file_left[grid.overall_file] -= itemsize("float32")
             self.file_left[int(records["dst_file"][-1])] -= int(of["bytes"]) - weight
             return
         np.subtract.at(

@@ -6,8 +6,9 @@ spans, places and casts its elements there, and writes whole target rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,24 @@ from mckpt.errors import UsageError
 from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
 from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, read_or_fetch, write_at
-from mckpt.execute.quantising import Cell, NotFinite, cells, fill, quantise
+from mckpt.execute.measuring import Measured
+from mckpt.execute.quantising import (
+    Cell,
+    NotFinite,
+    band_rows,
+    cells,
+    fill,
+    largest,
+    overall_scale,
+    quantise,
+)
 from mckpt.execute.units import Work, is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.storage.descriptors import is_remote
 from mckpt.values import adding
 from mckpt.values.casting import cast, has_infinity, pieces, shift
 from mckpt.values.dtypes import numpy_dtype
-from mckpt.values.quantisation import CODES, VALUES, Grid, dequantise
+from mckpt.values.quantisation import ALONE, E4M3, VALUES, Grid, dequantise
 
 # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 PIECE = 1 << 20
@@ -65,6 +76,7 @@ class Mover:
     in_kernel: bool  # let the kernel copy ranges of bytes
     allow_overflow: bool
     write: Callable[[int, memoryview, int, str], None] = write_at
+    measured: Measured = field(default_factory=Measured)
 
     def move(
         self, work: Work, number: int, memory: memoryview, check: Callable[[], None]
@@ -74,7 +86,9 @@ class Mover:
         records = work.cluster(number)
         copies = [Copy(*c) for c in records.tolist()]
         slab = _SlabCopy(self, memory, check)
-        quantised = is_quantised(records)
+        quantised, overall = is_quantised(records), None
+        if quantised and self.grid(copies[-1]).overall != ALONE:
+            overall = self._overall(work, number, memory, check)
         sources = {c.src_file for c in copies}
         for c in copies if not quantised else ():
             if c.grid != UNSCALED:
@@ -85,12 +99,29 @@ class Mover:
             np.errstate(all="ignore"),  # NaN and infinity are values like others
         ):
             if quantised:
-                slab.quantise(copies[:-1], copies[-1], row, end)
+                slab.quantise(_of_weight(copies), copies[-1], row, end, overall)
             elif is_ranges(records[:1]).all():
                 slab.copy_range(copies[0], row, end)
             else:
                 slab.stage(Cluster(copies), row, end)
         return merged(slab.written)
+
+    def _overall(
+        self, work: Work, number: int, memory: memoryview, check: Callable[[], None]
+    ) -> np.ndarray:
+        """Returns the scale of the whole weight of a slab. It depends on the largest value of all
+        weights that share the scale, so they are read twice.
+        """
+
+        def measure(slab: int) -> float:
+            _, row, end, _, _ = work.slabs[slab].item()
+            copies = [Copy(*c) for c in work.cluster(slab).tolist()]
+            reader = _SlabCopy(self, memory, check)
+            with self.sources.opened({c.src_file for c in copies}) as reader.src:
+                return reader.largest(_of_weight(copies), self.grid(copies[-1]), row, end)
+
+        assert self.grids is not None
+        return overall_scale(self.measured.largest(work, self.grids, number, measure))
 
     def close(self) -> None:
         """Closes all files."""
@@ -113,6 +144,11 @@ class Mover:
         """Returns the scales of a scaled copy's source."""
         assert self.grids is not None, "copies are scaled, and no grids were given"
         return Grid(*self.grids[c.grid].tolist())
+
+
+def _of_weight(copies: list[Copy]) -> list[Copy]:
+    """Returns the copies into a quantised weight, without the records of its scales."""
+    return [c for c in copies if c.cast != SAME]
 
 
 class _SlabCopy:
@@ -158,61 +194,81 @@ class _SlabCopy:
                 self._write(c.dst_file, view, dst + at)
             self.written.append((c.dst_file, dst, length, crc))
 
-    def quantise(self, copies: list[Copy], scales: Copy, row: int, end: int) -> None:
+    def quantise(
+        self, copies: list[Copy], scales: Copy, row: int, end: int, overall: np.ndarray | None
+    ) -> None:
         """Quantises rows [row, end) of a weight; `row` is the first row of a block.
 
-        scales: the record that describes the weight's scales (units.Work).
+        scales: the record that describes the weight's scales (units.Work). overall: the scale of
+        the whole weight; the slab of its first rows writes it.
         """
         grid, most = self.mover.grid(scales), len(self.memory)
-        file = copies[0].dst_file
-        across = scales.run * scales.dst_item
-        for first in range(row, end, grid.rows):
-            rows = min(grid.rows, end - first)
+        file, per_byte = copies[0].dst_file, grid.encoding.per_byte
+        if overall is not None and row == 0:
+            self._put(grid.overall_file, grid.overall_at, memoryview(overall.tobytes()))
+        step = band_rows(grid, most)
+        for first in range(row, end, step):
+            rows = min(step, end - first)
             # bytes; all codes of a band are written at once if they leave half of the buffer
-            codes = rows * grid.width if rows * grid.width <= most // 2 else 0
-            whole = np.ndarray((rows, grid.width), numpy_dtype(CODES), self.memory)
-            at, band_scales = grid.weight_at + first * grid.width, []
+            width = grid.width // per_byte
+            codes = rows * width if rows * width <= most // 2 else 0
+            whole = np.ndarray((rows, width), "u1", self.memory)
+            at, band_scales = grid.byte(grid.weight_at + first * grid.width), []
             for cell in cells(grid, first, rows, most - -(-codes // 16) * 16):
                 self.check()
-                band_scales.append(self._quantise(copies, grid, cell, whole if codes else None))
+                values = self._values(copies, grid, cell, -(-codes // 16) * 16)
+                with self._finite(copies[0], grid, cell):
+                    found, more = quantise(grid, values, overall)
+                band_scales.append(more)
+                left, right = cell.column // per_byte, (cell.column + cell.columns) // per_byte
+                if codes:
+                    whole[:, left:right] = found
+                for i in range(0 if codes else rows):
+                    self._write(file, memoryview(found[i]), at + i * width + left)
             if codes:
-                view = self.memory[:codes]
-                self._write(file, view, at)
-                self.written.append((file, at, codes, self._crc(view)))
+                self._put(file, at, self.memory[:codes])
             else:
-                self.written.append((file, at, rows * grid.width, UNKNOWN))
-            to = grid.at + first // grid.rows * across
-            view = memoryview(np.concatenate(band_scales).tobytes())
-            self._write(grid.file, view, to)
-            self.written.append((grid.file, to, across, self._crc(view)))
+                self.written.append((file, at, rows * width, UNKNOWN))
+            to = grid.at + first // grid.rows * scales.run * scales.dst_item
+            joined = np.concatenate(band_scales, axis=1)
+            self._put(grid.file, to, memoryview(joined.view("u1").tobytes()))
 
-    def _quantise(
-        self, copies: list[Copy], grid: Grid, cell: Cell, whole: np.ndarray | None
-    ) -> np.ndarray:
-        """Quantises one cell, and returns its scales. Its codes go into `whole`, those of the band,
-        or row by row into the file.
-        """
-        memory = self.memory if whole is None else self.memory[-(-whole.size // 16) * 16 :]
-        shape = cell.rows, cell.columns
-        size = cell.rows * cell.columns
-        values = np.ndarray(shape, "f4", memory)
-        fill(copies, self.mover.casts, grid, cell, values, self._read, memory[4 * size :])
-        codes = np.ndarray(shape, numpy_dtype(CODES), memory, 4 * size)
-        if whole is not None:
-            codes = whole[:, cell.column : cell.column + cell.columns]
+    def largest(self, copies: list[Copy], grid: Grid, row: int, end: int) -> float:
+        """Returns the largest absolute value of rows [row, end) of a weight."""
+        found, step = 0.0, band_rows(grid, len(self.memory))
+        for first in range(row, end, step):
+            for cell in cells(grid, first, min(step, end - first), len(self.memory)):
+                self.check()
+                values = self._values(copies, grid, cell, 0)
+                with self._finite(copies[0], grid, cell):
+                    found = max(found, largest(values))
+        return found
+
+    def _values(self, copies: list[Copy], grid: Grid, cell: Cell, skipped: int) -> np.ndarray:
+        """Returns the elements of a cell in float32, in the buffer behind `skipped` bytes."""
+        memory = self.memory[skipped:]
+        values = np.ndarray((cell.rows, cell.columns), "f4", memory)
+        fill(copies, self.mover.casts, grid, cell, values, self._read, memory[values.nbytes :])
+        return values
+
+    @contextmanager
+    def _finite(self, of: Copy, grid: Grid, cell: Cell) -> Iterator[None]:
+        """Raises Overflow in the place of NotFinite. of: a copy of the weight."""
+        name = "fp8" if grid.encoding == E4M3 else grid.encoding.name
         try:
-            scales = quantise(grid, values, codes)
+            yield
         except NotFinite:
             raise Overflow(
-                copies[0].tensor,
-                f"{self.mover.sources.paths[copies[0].src_file]}: rows {cell.row} to"
+                of.tensor,
+                f"{self.mover.sources.paths[of.src_file]}: rows {cell.row} to"
                 f" {cell.row + cell.rows - 1} have a value that is infinite or not a number, which"
-                " no block of fp8 can hold; leave --quantize out",
+                f" no block of {name} can hold; leave --quantize out",
             ) from None
-        for i in range(cell.rows if whole is None else 0):
-            at = grid.weight_at + (cell.row + i) * grid.width + cell.column
-            self._write(copies[0].dst_file, memoryview(codes[i].view("u1")), at)
-        return scales
+
+    def _put(self, file: int, at: int, view: memoryview) -> None:
+        """Writes bytes, and notes that they are written."""
+        self._write(file, view, at)
+        self.written.append((file, at, len(view), self._crc(view)))
 
     def stage(self, cluster: Cluster, row: int, end: int) -> None:
         """Copies rows [row, end) of a cluster, as many at a time as the buffer takes.

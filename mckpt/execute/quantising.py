@@ -8,8 +8,9 @@ by cell. A cell is a band, or as many of its blocks as the buffer takes:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mckpt.errors import UsageError
 from mckpt.execute.clusters import GAP, Copy
@@ -22,6 +23,7 @@ from mckpt.values.quantisation import Grid
 # Bytes for each element of a cell: its value, a temporary value, and the bytes that are read.
 VALUE, READ, TEMPORARY = 4, 8, 4
 CELL = 4 << 20  # bytes of one cell, unless its band has one block only
+INFINITE = 0x7F800000  # the bits of an infinite float32; those of NaN are larger
 
 Read = Callable[[int, memoryview, int], None]  # (file, view, offset)
 
@@ -46,6 +48,14 @@ class _Part(NamedTuple):
     shape: tuple[int, int]
     strides: tuple[int, int]  # bytes, in the source
     place: tuple[slice, slice]  # in the cell
+
+
+def band_rows(grid: Grid, memory: int) -> int:
+    """Returns the number of rows to quantise at a time, for a buffer of `memory` bytes: those of a
+    block, or as many as fill a cell if a block has one row.
+    """
+    each = grid.width * (VALUE + READ + TEMPORARY + 1)
+    return max(1, min(memory, CELL) // each) if grid.rows == 1 else grid.rows
 
 
 def cells(grid: Grid, row: int, rows: int, memory: int) -> list[Cell]:
@@ -143,21 +153,69 @@ def _within(start: int, step: int, num: int, first: int, length: int) -> tuple[i
     return max(0, -(-(first - start) // step)), min(num, -(-(first + length - start) // step))
 
 
-def quantise(grid: Grid, values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Fills `out` with the codes of `values` [rows, columns], and returns the scale of each block.
+def quantise(grid: Grid, values: np.ndarray, overall: np.ndarray | None) -> tuple[Any, Any]:
+    """Returns the codes of `values` [rows, columns], of float32, as rows of bytes, and the scales
+    of their blocks. `values` is overwritten, and all is computed in float32.
 
-    `values`, of float32, is overwritten. A scale is the largest absolute value of its block,
-    divided by 448; a code is the value divided by the scale, limited to +-448 and rounded to even.
-    DeepSeek's kernels compute the same. A block of zeros has the scale 1. All is computed in
-    float32. Raises NotFinite.
+    overall: the scale of the whole weight, for an encoding that has one. A code is the value
+    divided by its scale, rounded to even and limited to the largest code. Raises NotFinite.
+
+    fp8      the scale of a block is its largest absolute value, divided by 448; 1 for zeros.
+             DeepSeek's kernels compute the same.
+    mxfp8    the smallest power of two with which no value is beyond 448; 2**-127 for zeros.
+             ModelOpt 0.47.0 computes the same (torch/quantization/qtensor/mxfp8_tensor.py).
+    nvfp4    the largest absolute value divided by 6, times `overall`, rounded to float8_e4m3fn; the
+             divisor of the values is this scale divided by `overall`. compressed-tensors 0.20.0
+             computes the same of float32 weights (calculate_qparams, NVFP4PackedCompressor), also
+             the scale 0.125 of blocks whose scale would be rounded to zero.
     """
-    at = np.arange(0, values.shape[1], grid.columns)
-    largest = np.maximum.reduceat(np.maximum(values.max(0), -values.min(0)), at)
-    if not np.isfinite(largest).all():
+    bits = _largest_bits(values, grid)
+    if int(bits.max()) >= INFINITE:
         raise NotFinite
-    scales = largest / np.float32(quantisation.LARGEST)
-    scales[scales == 0] = 1  # also of a block whose scale would be too small for float32
-    values /= np.repeat(scales, grid.columns)[: values.shape[1]]
-    np.clip(values, -quantisation.LARGEST, quantisation.LARGEST, out=values)
-    out[...] = values.astype(numpy_dtype(quantisation.CODES))
-    return scales
+    largest, dtype = bits.view("f4"), quantisation.SCALES[grid.kind]
+    top = np.float32(quantisation.LARGEST)
+    if overall is not None:
+        scales = overall * (largest / np.float32(quantisation.LARGEST_E2M1))
+        scales = np.minimum(scales, top).astype(numpy_dtype(dtype))
+        scales[scales == 0] = 0.125
+        divisors = scales.astype("f4") / overall
+    elif dtype == "uint8":
+        # the exponent, minus that of 256; one more if the value is beyond 448, which is 1.75 * 256
+        powers = np.maximum((bits + 0x1FFFFF >> 23) - 8, 0)
+        scales, divisors = powers.astype("u1"), np.ldexp(np.float32(1), powers - 127)
+    else:
+        scales = divisors = largest / top
+        scales[scales == 0] = 1  # also of a block whose scale would be too small for float32
+    values /= np.repeat(divisors, grid.columns, axis=1)[:, : values.shape[1]]
+    return quantisation.encode(values, grid.encoding.name), scales
+
+
+def overall_scale(largest: float) -> np.ndarray:
+    """Returns the scale [1] of whole nvfp4 weights whose largest absolute value is `largest`, in
+    float32: 448 * 6 times its reciprocal, or 1 if that is too large for float32. compressed-tensors
+    0.20.0 computes the same (generate_gparam).
+    """
+    with np.errstate(all="ignore"):
+        most = quantisation.LARGEST * quantisation.LARGEST_E2M1
+        scale = np.float32(most) * (np.float32(1) / np.array([largest], "f4"))
+    return np.where(np.isfinite(scale), scale, np.float32(1))
+
+
+def _largest_bits(values: np.ndarray, grid: Grid) -> np.ndarray:
+    """Returns the largest absolute value of each block, as the bits of a float32. They have the
+    order of the values, and integers are compared faster.
+
+    values: of one row of blocks, or of several if a block has one row.
+    """
+    bits = np.ascontiguousarray(values).view("i4") & 0x7FFFFFFF
+    if grid.rows > 1:
+        bits = bits.max(0, keepdims=True)
+    return np.maximum.reduceat(bits, np.arange(0, bits.shape[1], grid.columns), axis=1)
+
+
+def largest(values: np.ndarray) -> float:
+    """Returns the largest absolute value. Raises NotFinite."""
+    found = max(float(values.max()), -float(values.min()))
+    if not math.isfinite(found):  # also if one is NaN
+        raise NotFinite
+    return found

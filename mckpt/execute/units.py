@@ -9,7 +9,7 @@ other copies are **staged**. Staged copies that share rows of a source or of a t
 **cluster** (`clusters`).
 
 Copies into a weight that is **quantised** form one cluster for each weight, whose rows are those of
-the weight; its last record describes the scales (`_quantised`).
+the weight; its last records describe the scales (`_quantised`).
 
 A **slab** is some rows of one cluster. A **unit** is about 256 MiB of slabs. Both depend on the
 copies alone, so that a run can go on with other threads and another memory budget.
@@ -25,7 +25,7 @@ import numpy as np
 from mckpt.execute.clusters import SAME, SECTOR
 from mckpt.geometry.join import COPY, UNSCALED, Cast
 from mckpt.values.dtypes import itemsize
-from mckpt.values.quantisation import CODES, Grid
+from mckpt.values.quantisation import ALONE, ENCODINGS, SCALES, WRITTEN, Grid
 
 # bytes between two entries of the journal, which each thread may have to do again after a kill;
 # smaller units sync files more often
@@ -64,7 +64,7 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, copies: np.ndarray, casts: Sequence[Cast], grids: np.ndarray | None = None) -> Work:
         """Cuts join.COPY records, which may come in any order."""
-        codes = np.array([c.target == CODES for c in casts], bool)
+        codes = np.array([c.target in WRITTEN for c in casts], bool)
         quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
         if not quantises.any():
             w, starts = _clustered(_normal(copies, casts))
@@ -83,7 +83,10 @@ class Work(NamedTuple):
 
     def cluster(self, slab: int) -> np.ndarray:
         """Returns the copies of a slab's cluster."""
-        cluster = self.slabs["cluster"][slab]
+        return self.records(self.slabs["cluster"][slab])
+
+    def records(self, cluster: int) -> np.ndarray:
+        """Returns the copies of a cluster."""
         return self.copies[self.bounds[cluster] : self.bounds[cluster + 1]]
 
 
@@ -299,8 +302,13 @@ def _numbered(slabs: np.ndarray) -> np.ndarray:
 
 def is_quantised(records: np.ndarray) -> bool:
     """Returns whether a cluster quantises a weight."""
-    last = records[-1]
-    return bool(last["cast"] == SAME and last["grid"] != UNSCALED)
+    return bool(are_quantised(records[-1:])[0])
+
+
+def are_quantised(last: np.ndarray) -> np.ndarray:
+    """Returns a mask of the clusters with these last records that quantise a weight."""
+    mask: np.ndarray = (last["cast"] == SAME) & (last["grid"] != UNSCALED)
+    return mask
 
 
 def _quantised(
@@ -309,23 +317,29 @@ def _quantised(
     """Returns the copies of weights that are quantised, the start of each weight's cluster, and its
     slabs, which are whole bands of blocks.
 
-    The last record of a cluster describes the scales: their file and their place in it.
+    The last record of a cluster describes the scales: their file and their place in it. The one
+    before it describes the scale of the whole weight, if there is one.
     """
     order = np.argsort(copies["grid"], kind="stable")
     copies = copies[order]
     first = np.flatnonzero(np.diff(copies["grid"], prepend=-2))
     of = copies["grid"][first]
     grid = {name: grids[of, i] for i, name in enumerate(Grid._fields)}
-    w = np.zeros(len(copies) + len(of), _WORK)
-    scales = first + np.arange(len(of)) + np.diff(first, append=len(copies))
+    more = 1 + (grid["overall"] != ALONE)
+    w = np.zeros(len(copies) + more.sum(), _WORK)
+    starts = first + np.cumsum(more) - more
+    scales = starts + np.diff(first, append=len(copies)) + more - 1
+    overall = scales[more > 1] - 1
     weights = np.ones(len(w), bool)
-    weights[scales] = False
+    weights[scales] = weights[overall] = False
     for name in COPY.names or ():
         w[name][weights] = copies[name]
     items = np.array([(itemsize(c.source), itemsize(c.target)) for c in casts], "u1")
     for i, name in enumerate(("src_item", "dst_item")):
         w[name][weights] = items[copies["cast"], i]
     rows = np.add.reduceat(copies["rows"] * copies["run"], first) // grid["width"]
+    sizes = np.array([itemsize(dtype) for dtype in SCALES])[grid["kind"]]
+    per_byte = np.array([encoding.per_byte for encoding in ENCODINGS])[grid["code"]]
     for name, value in (
         ("tensor", copies["tensor"][first]),
         ("src_file", copies["src_file"][first]),
@@ -335,19 +349,24 @@ def _quantised(
         ("rows", -(-rows // grid["rows"])),
         ("run", -(-grid["width"] // grid["columns"])),
         ("dst_at", grid["at"]),
-        ("dst_item", itemsize("float32")),
+        ("dst_item", sizes),
     ):
         w[name][scales] = value
+    w[overall] = w[overall + 1]
+    for name, column in (("dst_file", "overall_file"), ("dst_at", "overall_at")):
+        w[name][overall] = grid[column][more > 1]
+    w["rows"][overall] = w["run"][overall] = 1
+    w["dst_item"][overall] = itemsize("float32")
     most = np.maximum(1, SLAB // (grid["width"] * grid["rows"])) * grid["rows"]
     count = -(-rows // most)
     out = np.zeros(count.sum(), _SLABS)
     cluster = out["cluster"] = np.repeat(np.arange(len(of), dtype="i4"), count)
     out["row"] = (np.arange(len(out)) - np.repeat(np.cumsum(count) - count, count)) * most[cluster]
     out["end"] = np.minimum(out["row"] + most[cluster], rows[cluster])
-    out["bytes"] = (out["end"] - out["row"]) * grid["width"][cluster]
+    out["bytes"] = (out["end"] - out["row"]) * (grid["width"] // per_byte)[cluster]
     out["bytes"] += (
         -(-(out["end"] - out["row"]) // grid["rows"][cluster])
         * w["run"][scales][cluster]
-        * itemsize("float32")
+        * sizes[cluster]
     )
-    return w, first + np.arange(len(of)), out
+    return w, starts, out

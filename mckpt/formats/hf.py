@@ -29,7 +29,7 @@ from mckpt.formats.base import (
     shapes_of,
 )
 from mckpt.formats.hf_config import CONFIG, quantised_by, read_config
-from mckpt.formats.hf_encodings import WRITTEN, Quantisation, quantisation_of
+from mckpt.formats.hf_encodings import WRITTEN, Quantisation, Scheme, quantisation_of
 from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
 from mckpt.formats.hf_layout import Matching
 from mckpt.formats.hf_quantised import target_scales
@@ -43,6 +43,8 @@ from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
 STEM = "model"  # starts the names of the weight files
+SCALES, WHOLE = 1, 2  # tensors of a quantised weight, which is 0
+INSTANCE = 40  # bits of a layer and an expert
 
 
 def detect(path: Path) -> bool:
@@ -169,8 +171,8 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
     dims, kinds, scope = request.names.dims, request.dtypes, request.names.scope()
     bound = [b for b in request.names.bound if b.rule.written]
     scheme = WRITTEN[request.quantize] if request.quantize else None
-    # (rank in the file order, tensor, rule, instance, whether it is the scales of the one before)
-    ranked: list[tuple[int, Row, int, int, bool]] = []
+    # (rank in the file order, tensor, rule, instance, what of the weight it is: PARTS)
+    ranked: list[tuple[int, Row, int, int, int]] = []
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
         stored_shape, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
@@ -178,33 +180,35 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
         keys = b.keys()
         order = file_order(b, dims["num_layers"])
         for i in range(0, len(keys), math.prod(axes)):
-            stored_as = form.encoding.dtype if form else dtype
-            ranked.append((order[i], Row(keys[i], stored_as, axes + stored_shape), r, i, False))
+            rows = [Row(keys[i], dtype, axes + stored_shape)]
             if form:
-                grid = form.grids((stored_shape[0], stored_shape[1]))[0]
-                row = Row(keys[i] + form.scales, form.dtypes[0], grid)
-                ranked.append((order[i], row, r, i, True))
+                rows = _quantised(form, rows[0])
+            ranked += [(order[i], row, r, i, part) for part, row in enumerate(rows)]
     ranked.sort(key=lambda row: row[0])
     rows = [*carried.rows(request.carried), *(row[1] for row in ranked)]
     placed = place(rows, request.max_shard_size, STEM)
     first = len(request.carried)
-    index_of = {(r, i, is_scales): n for n, (*_, r, i, is_scales) in enumerate(ranked, first)}
+    index_of = {(r, i, part): n for n, (*_, r, i, part) in enumerate(ranked, first)}
     stored = carried.placed(request.carried, placed)
     for r, b in enumerate(bound):
         whole = packed(b.rule, scope)
         shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of, b.rule.transposed)
         layers, experts = b.instances()
         part = np.arange(len(layers)) % math.prod(b.axes(scope))  # of a tensor of all experts
-        index = np.array([index_of[r, int(i), False] for i in np.arange(len(layers)) - part])
+        index = np.array([index_of[r, int(i), 0] for i in np.arange(len(layers)) - part])
         dtype, scales = dtype_of(b.rule, kinds), None
         if scheme and quantises(request, b):
-            scale_index = np.array([index_of[r, i, True] for i in range(len(layers))])
+            others = [
+                np.array([index_of.get((r, i, n), 0) for i in range(len(layers))])
+                for n in (SCALES, WHOLE)
+            ]
+            list_of = schema().quantised[b.rule.of[0]]
             scales = target_scales(
                 scheme,
                 (shape[0], shape[1]),
                 placed.at[index],
-                placed.file[scale_index],
-                placed.at[scale_index],
+                *((placed.file[one], placed.at[one]) for one in others),
+                (list_of << INSTANCE) + (layers.astype("i8") << INSTANCE // 2) + experts,
             )
         nbytes = math.prod(shape) * dtypes.itemsize(dtype)
         stored.append(
@@ -240,11 +244,25 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
     return Layout(placed.names, stored, shapes), outputs
 
 
+def _quantised(form: Scheme, row: Row) -> list[Row]:
+    """Returns the tensors of a quantised weight: its elements, the scales of its blocks and, if it
+    has one, that of the whole weight.
+    """
+    shape = row.shape[0], row.shape[1]
+    stored = form.shape(shape)
+    assert stored is not None, "its rows have whole blocks"
+    return [
+        Row(row.key + form.codes, form.encoding.dtype, stored),
+        Row(row.key + form.scales, form.dtypes[0], form.grids(shape)[0]),
+        *[Row(row.key + form.whole, "float32", (1,))] * bool(form.whole),
+    ]
+
+
 def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
     """Returns whether the weights of a rule are quantised. Raises UsageError for weights that no
     loader reads in this form.
     """
-    if request.quantize is None or not schema().quantised.issuperset(b.rule.of):
+    if request.quantize is None or not schema().quantised.keys() >= set(b.rule.of):
         return False
     stacked = b.axes(request.names.scope())
     if stacked or b.rule.transposed:
@@ -252,6 +270,13 @@ def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
         raise UsageError(
             f"--quantize {request.quantize}: {b.rule.key} holds {what}, which no loader reads with"
             " scales of blocks; leave the option out"
+        )
+    form, width = WRITTEN[request.quantize], packed(b.rule, request.names.scope()).shape[-1]
+    if form.block[0] == 1 and width % (form.block[1] or 1):
+        raise UsageError(
+            f"--quantize {request.quantize}: {b.rule.key} has rows of {width} elements, and a scale"
+            f" is for {form.block[1]}; no loader reads a part of a block. Leave the option out, or"
+            " use fp8"
         )
     return True
 

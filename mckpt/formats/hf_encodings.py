@@ -133,21 +133,57 @@ def _match(targets: Iterable[str], module: str) -> int:
     return min(how, default=NONE)
 
 
-# The form that --quantize writes, under its name: that of DeepSeek-V3 and Qwen3 as published.
-WRITTEN = {"fp8": Scheme(E4M3, "", "_scale_inv", (128, 128))}
+# The forms that --quantize writes, under their names.
+WRITTEN = {
+    "fp8": Scheme(E4M3, "", "_scale_inv", (128, 128)),
+    "mxfp8": Scheme(E4M3, "", "_scale", (1, MX_BLOCK), ("uint8",)),
+    "nvfp4": Scheme(
+        *(NVFP4, "_packed", "_scale", (1, NV_BLOCK), NV_SCALES), whole="_global_scale", overall=OVER
+    ),
+}
 
 
 def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
     """Returns the quantization_config of a model that is written in the form `name`.
 
     kept: the modules whose weights are matrices and are not quantised.
+
+    fp8 is the form of DeepSeek-V3 and Qwen3 as published. mxfp8 and nvfp4 are the presets MXFP8 and
+    NVFP4A16 of compressed-tensors 0.20.0 (quantization/quant_scheme.py), which vLLM 0.33.0 reads
+    for linear layers with CompressedTensorsW8A8Mxfp8 and CompressedTensorsW4A4Fp4(use_a16=True),
+    and for experts with methods of the same names (in model_executor/layers/quantization/,
+    compressed_tensors/compressed_tensors.py, schemes/ and compressed_tensors_moe/). With
+    activations in nvfp4, each layer would need a scale of its activations, which only data gives.
     """
+    if name == "fp8":
+        return {
+            "quant_method": name,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(WRITTEN[name].block),
+            "modules_to_not_convert": sorted(kept),
+        }
+    common = {"type": "float", "symmetric": True}
+    weights: dict[str, Any] = {**common, "dynamic": False, "observer": "memoryless_minmax"}
+    activations = None
+    if name == "mxfp8":
+        group = {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK}
+        group |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        form, activations = "mxfp8-quantized", {**common, "dynamic": True, **group}
+    else:
+        scales = "torch.float8_e4m3fn"
+        group = {"num_bits": 4, "strategy": "tensor_group", "group_size": NV_BLOCK}
+        group |= {"scale_dtype": scales, "zp_dtype": scales}
+        form = "nvfp4-pack-quantized"
+    quantised = {"targets": ["Linear"], "weights": {**weights, **group}, "format": form}
+    quantised |= {"input_activations": activations, "output_activations": None}
     return {
-        "quant_method": name,
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(WRITTEN[name].block),
-        "modules_to_not_convert": sorted(kept),
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "config_groups": {"group_0": quantised},
+        "ignore": sorted(kept),
+        "kv_cache_scheme": None,
     }
 
 

@@ -261,13 +261,15 @@ def target_scales(
     scheme: Scheme,
     shape: tuple[int, int],
     weights: np.ndarray,
-    files: np.ndarray,
-    scales: np.ndarray,
+    scales: tuple[np.ndarray, np.ndarray],
+    whole: tuple[np.ndarray, np.ndarray],
+    peers: np.ndarray,
 ) -> Scales:
     """Returns the scales of weights of one shape that are to be written.
 
-    weights, scales: the first byte of each weight, and of its scales. files: those that contain the
-    scales.
+    weights: the first byte of each weight. scales, whole: the files that hold the scales of its
+    blocks and that of the whole weight, and their first bytes there. peers: a number that weights
+    with the same scale of the whole weight have.
     """
     rows, columns = scheme.blocks(shape)
     kind = quantisation.SCALES.index(scheme.dtypes[0])
@@ -277,12 +279,16 @@ def target_scales(
         width=shape[1],
         rows=rows,
         columns=columns,
-        file=files,
-        at=scales,
+        file=scales[0],
+        at=scales[1],
         kind=kind,
         code=code,
+        overall=scheme.overall,
+        overall_file=whole[0],
+        overall_at=whole[1],
+        peers=peers,
     )
-    return Scales(scheme.encoding.dtype, grids, description=scheme.description())
+    return Scales(scheme.encoding.name, grids, description=scheme.description())
 
 
 def _grids(**fields: Any) -> np.ndarray:

@@ -25,7 +25,7 @@ from mckpt.geometry.box import (
 )
 from mckpt.values import adding
 from mckpt.values.dtypes import itemsize
-from mckpt.values.quantisation import Grid
+from mckpt.values.quantisation import WRITTEN, Grid
 
 # One copy: `rows` rows of `run` elements. A pitch is the distance of rows, a step that of
 # neighbouring elements in a row. It is 2-D and affine on both sides, so it describes shards of
@@ -40,6 +40,7 @@ COPY = np.dtype(
         ("rows", "i8"),
         ("run", "i8"),  # elements
         ("src_at", "i8"),  # bytes, as are all further fields
+        # in a weight to be quantised, as if each element had a byte: Joined.first_bytes
         ("dst_at", "i8"),
         ("src_pitch", "i8"),
         ("dst_pitch", "i8"),
@@ -76,6 +77,18 @@ class Joined:
     names: tuple[str, ...]  # logical templates
     layers: int
     experts: int
+
+    def first_bytes(self) -> np.ndarray:
+        """Returns the byte of its target file that holds each copy's first element. It is `dst_at`,
+        except in quantised weights with several elements in a byte.
+        """
+        at = self.copies["dst_at"].copy()
+        per_byte = [WRITTEN[c.target].per_byte if c.target in WRITTEN else 1 for c in self.casts]
+        packed = np.flatnonzero(np.array([*per_byte, 1])[self.copies["cast"]] > 1)
+        for row in packed.tolist():
+            grid = Grid(*self.grids[self.copies["grid"][row]].tolist())
+            at[row] = grid.byte(int(at[row]))
+        return at
 
     def name(self, tensor: int) -> str:
         """Returns the name of the logical tensor with the number `tensor`."""

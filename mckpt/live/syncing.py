@@ -59,7 +59,7 @@ class Sync:
         *,
         bucket_bytes: int | str | None = None,
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-        quantize: Literal["fp8"] | None = None,
+        quantize: Literal["fp8", "mxfp8"] | None = None,
         to: To = None,
         slices: bool = False,
         allow_inexact: Collection[str] = (),
@@ -72,7 +72,7 @@ class Sync:
         bucket_bytes: the most bytes that are sent at once, and that one tensor has. Without it 1
             GiB, or as many as the largest tensor has.
         dtype: of all tensors; without it, each has that of the parameter.
-        quantize: "fp8" gives the weights of linear layers as codes, and their scales.
+        quantize: "fp8" or "mxfp8" gives the weights of linear layers as codes, and their scales.
         to: the ranks that receive the tensors: None for all, the number of one rank, or a function
             that returns the names for a rank, which must return the same on all ranks.
         slices: yield a `Slice` for each tensor, so that a larger one can come in several.
@@ -84,6 +84,12 @@ class Sync:
         most = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
         self.slices = slices
         self.allow_overflow = allow_overflow
+        if quantize not in (None, "fp8", "mxfp8"):
+            raise UsageError(
+                f"quantize is {quantize!r}, and must be 'fp8' or 'mxfp8'. A scale of nvfp4 depends"
+                " on several weights, which come at different times: save the model, and convert it"
+                " with --quantize nvfp4"
+            )
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
         self.memory = own_result(lambda: Memory(model_chunks))
         model = collected(self.memory, described)
@@ -243,7 +249,7 @@ class Sync:
             return
         rows, columns = self.scheme.block
         assert rows and columns, "a form that mckpt writes has blocks"
-        codes, scales, finite = _quantised(whole, (rows, columns))
+        codes, scales, finite = _quantised(whole, (rows, columns), self.scheme.dtypes[0])
         self._bad.append((tensor.name, ~finite))
         yield tensor.name, codes, tensor.first, tensor.whole
         shape = -(-tensor.whole[0] // rows), -(-tensor.whole[1] // columns)
@@ -350,17 +356,19 @@ def _copy_all(wanted: list[torch.Tensor], given: list[torch.Tensor]) -> None:
 
 
 def _quantised(
-    values: torch.Tensor, block: tuple[int, int]
+    values: torch.Tensor, block: tuple[int, int], kind: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the codes and the scales of a matrix, and whether all its values are finite. The
-    formula is that of `execute.quantising.quantise`.
+    formulas are those of `execute.quantising.quantise`. kind: the dtype of the scales, float32, or
+    uint8 for powers of two.
     """
     import torch
 
     rows, columns = values.shape
     down, along = -(-rows // block[0]), -(-columns // block[1])
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=values.device)
-    scales = torch.empty(down, along, dtype=torch.float32, device=values.device)
+    scales = torch.empty(down, along, dtype=getattr(torch, kind), device=values.device)
+    finite = torch.ones((), dtype=torch.bool, device=values.device)
     # CUDA divides by a number of Python as it multiplies by its reciprocal, which rounds twice
     largest = torch.full((), LARGEST, dtype=torch.float32, device=values.device)
     for first in range(0, rows, BAND):
@@ -369,10 +377,17 @@ def _quantised(
         wide = torch.zeros(-(-count // block[0]) * block[0], along * block[1], device=values.device)
         wide[:count, :columns] = band
         blocks = wide.view(-1, block[0], along, block[1])
-        scale = blocks.abs().amax((1, 3)) / largest
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        blocks /= scale[:, None, :, None]
+        most = blocks.abs().amax((1, 3))
+        finite &= most.isfinite().all()
+        if kind == "uint8":
+            powers = (((most.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp_(0)
+            scale = powers.to(torch.uint8)
+            blocks *= ((254 - powers) << 23).view(torch.float32)[:, None, :, None]
+        else:
+            scale = most / largest
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+            blocks /= scale[:, None, :, None]
         wide.clamp_(-LARGEST, LARGEST)
         codes[first : first + count] = wide[:count, :columns].to(torch.float8_e4m3fn)
         scales[first // block[0] : first // block[0] + len(scale)] = scale
-    return codes, scales, scales.isfinite().all()
+    return codes, scales, finite

@@ -43,7 +43,8 @@ class Schema(NamedTuple):
 
     dims: dict[str, DimSpec]
     tensors: dict[str, TensorSpec]
-    quantised: frozenset[str]  # the tensors that a quantised export quantises
+    # the tensors that a quantised export quantises -> the number of the list that each is in
+    quantised: dict[str, int]
     digest: str  # of logical.yaml
     added: dict[str, Any]  # name -> entry, of the user's files
 
@@ -83,7 +84,8 @@ def schema() -> Schema:
     node, digest = parse(FOLDER / "logical.yaml")
     dims = {name: _dim(entry, later=True) for name, entry in node["dims"].items()}
     tensors = {name: _tensor(entry, later=True) for name, entry in node["tensors"].items()}
-    return Schema(dims, tensors, frozenset(node["quantised"]), digest, {})
+    quantised = {name: i for i, listed in enumerate(node["quantised"]) for name in listed}
+    return Schema(dims, tensors, quantised, digest, {})
 
 
 def extend(added: Node) -> None:

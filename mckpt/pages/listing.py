@@ -204,7 +204,7 @@ def origins(joined: Joined, source: Layout, target: Layout) -> list[Mapping[str,
     "ids": if the number is the same, the first of each tensor, then the second of each, and so on.
     """
     copies = joined.copies
-    made = _holder(target.stored, copies["dst_file"], copies["dst_at"])
+    made = _holder(target.stored, copies["dst_file"], joined.first_bytes())
     read = _holder(source.stored, copies["src_file"], copies["src_at"])
     pairs = np.unique(np.stack([made, read], 1), axis=0) if len(copies) else np.empty((0, 2), "i8")
     counts = np.bincount(pairs[:, 0], minlength=sum(map(len, target.stored)))

@@ -34,9 +34,11 @@ VALUES = "bfloat16"
 SCALES = ("float32", "bfloat16", "float16", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 # elements at a time: their float32 values stay in L2, and threads seldom wait for the GIL
 CHUNK = 128 << 10
+ENCODED = 32 << 10  # the same when codes are looked up
 # mask of a float32: the sign, the lower 4 bits of the exponent, the upper 3 of the mantissa
 KEPT = -0x78100000
 LARGEST = 448.0  # of float8_e4m3fn
+LARGEST_E2M1 = 6.0
 LIFT = 2.0**120  # from the exponent bias of float8_e4m3fn, 7, to that of float32, 127
 
 Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> a buffer of those bytes
@@ -58,6 +60,7 @@ INT4 = Encoding("packed_int4", "int32", 2, 8)
 PACKED_INT8 = Encoding("packed_int8", "int32", 1, 128)
 INT8 = Encoding("int8", "int8")
 ENCODINGS = (E4M3, MXFP4, INT4, PACKED_INT8, INT8, NVFP4)
+WRITTEN = {E4M3.name: E4M3, NVFP4.name: NVFP4}  # the encodings in which mckpt writes weights
 # Values of the codes 0 to 7 of E2M1, the numbers of mxfp4 and nvfp4; 8 to 15 are the same with a
 # minus. Those of mxfp4 are doubled and its scales halved, so that the largest one, 2**128, is a
 # float32 too.
@@ -81,11 +84,30 @@ class Grid(NamedTuple):
     overall: int = ALONE  # TIMES or OVER if there is a scale of the whole weight, a float32
     overall_file: int = 0  # number of its file
     overall_at: int = 0  # its offset in that file, bytes
+    # Of a weight that is written: the number of the set of weights that have one such scale. Its
+    # width counts elements, as the addresses of its copies do; see `Grid.byte`.
+    peers: int = 0
 
     @property
     def across(self) -> int:
         """The number of scales in a row of the grid."""
         return -(-self.width * ENCODINGS[self.code].per_byte // self.columns)
+
+    @property
+    def encoding(self) -> Encoding:
+        """Returns the encoding of the weight."""
+        return ENCODINGS[self.code]
+
+    @property
+    def blocks(self) -> int:
+        """Returns the number of scales in a row of the grid of a weight that is written."""
+        return -(-self.width // self.columns)
+
+    def byte(self, at: Any) -> Any:
+        """Returns the byte at which an element lies of a weight that is written. `at`: its place
+        as if each element had a byte.
+        """
+        return self.weight_at + (at - self.weight_at) // self.encoding.per_byte
 
     @property
     def files(self) -> set[int]:
@@ -185,6 +207,42 @@ def _table(code: int, phase: int) -> np.ndarray:
         values = np.array([*E2M1, *(-value for value in E2M1)], "f4")
         return values[fields] * np.float32(2 if encoding == MXFP4 else 1)
     return (fields - encoding.offset).astype("f4")
+
+
+@functools.cache
+def _codes(name: str) -> np.ndarray:
+    """Returns the code of each float32 whose lower 16 bits are zero, by its upper 16 bits: that of
+    the nearest number of the encoding, of the even one of two, and of the largest one of numbers
+    beyond it.
+    """
+    values = (np.arange(1 << 16, dtype="u4") << 16).view("f4")
+    if name == CODES:
+        with np.errstate(all="ignore"):  # those that are not finite
+            return np.clip(values, -LARGEST, LARGEST).astype(numpy_dtype(CODES)).view("u1")
+    largest, middles = np.abs(values), np.convolve(E2M1, (0.5, 0.5), "valid")
+    codes = np.searchsorted(middles, largest)  # an odd code is too low if `largest` is the middle
+    codes += (codes % 2 == 1) & np.isin(largest, middles)
+    return (codes + 8 * (values < 0)).astype("u1")
+
+
+def encode(values: np.ndarray, name: str) -> np.ndarray:
+    """Returns the codes of finite float32 values [m, n], two in a byte for an encoding that packs
+    them: the nearest ones, to even, and the largest one for values beyond it. -0 is 0 in nvfp4.
+
+    The lowest bit of the upper half of a float32 is set if the lower half is not zero. So it is on
+    the right side of the middle of two codes, and a table of 65,536 entries has its code.
+    """
+    table, (m, n) = _codes(name), values.shape
+    bits, out = np.ascontiguousarray(values).view("u4").ravel(), np.empty(m * n, "u1")
+    for at in range(0, m * n, ENCODED):
+        part = bits[at : at + ENCODED]
+        upper = part >> 16
+        upper |= (part & 0xFFFF) != 0
+        table.take(upper, mode="wrap", out=out[at : at + ENCODED])
+    if WRITTEN[name].per_byte == 2:
+        pairs = out.view("<u2")
+        out = (pairs | pairs >> 4).astype("u1")
+    return out.reshape(m, -1)
 
 
 def _values(grid: Grid, codes: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:

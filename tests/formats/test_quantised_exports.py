@@ -237,4 +237,4 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_listed_weights_are_logical_tensors() -> None:
-    assert schema().quantised and schema().quantised <= schema().tensors.keys()
+    assert schema().quantised and schema().quantised.keys() <= schema().tensors.keys()

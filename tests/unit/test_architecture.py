@@ -236,6 +236,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "conversion.store_journal",
             "execute.engine",
             "execute.files",
+            "execute.measuring",
             "execute.ranks",
             "execute.threads",
             "live.saving",
