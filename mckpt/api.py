@@ -14,10 +14,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
-from mckpt import formats
-from mckpt.checking import checking
+from mckpt import checking, formats
 from mckpt.checkpoint import checkpoint, comparison
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.planning import Plan
 from mckpt.conversion.target import TargetOptions
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from mckpt.conversion.hf_tensors import HfTensors
     from mckpt.conversion.moving import RunSettings
+    from mckpt.conversion.streaming import HfTensors
 
 
 class Checkpoint(checkpoint.Checkpoint):
@@ -49,7 +48,7 @@ class Checkpoint(checkpoint.Checkpoint):
         Raises the errors of that conversion, such as MappingError for a model that no family
         computes, and UsageError if several do: `open` then needs `family` or `like`.
         """
-        from mckpt.conversion.hf_tensors import HfTensors
+        from mckpt.conversion.streaming import HfTensors
 
         return HfTensors(self)
 

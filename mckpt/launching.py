@@ -15,7 +15,7 @@ from typing import Any
 
 from mckpt import errors
 from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
-from mckpt.execute.workers import GRACE_S
+from mckpt.execute.threads import GRACE_S
 
 LOG_SHOWN = 3000  # characters of a log in an error
 LOOPBACK = "127.0.0.1"

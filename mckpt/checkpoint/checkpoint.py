@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mckpt.checkpoint import description, masters
+from mckpt.checkpoint import comparison, description
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
@@ -177,7 +177,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def optimizer(self) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none."""
         megatron = as_megatron(self.opened)
-        return masters.read(megatron, self.names) if megatron else None
+        return comparison.read(megatron, self.names) if megatron else None
 
     @cached_property
     def carried(self) -> Layout | None:

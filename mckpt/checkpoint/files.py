@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import SourceError, UsageError, shown
 from mckpt.formats import foreign, places
 from mckpt.formats.base import Opened
 from mckpt.formats.hf_config import CONFIG, is_side_file
-from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.interface import as_megatron
+from mckpt.formats.megatron.interface import Common, as_megatron
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
     IterationDirectory,

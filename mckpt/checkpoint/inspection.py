@@ -8,7 +8,7 @@ from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, SourceError, counted
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names

@@ -10,9 +10,9 @@ from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint import description
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.logical import Reader
-from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names

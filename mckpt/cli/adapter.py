@@ -11,8 +11,8 @@ import click
 from mckpt import formats
 from mckpt.cli import convert, shared
 from mckpt.cli.commands import Commands
-from mckpt.cli.echo import echo
 from mckpt.cli.options import DIRECTORY, PATH, command, json_option
+from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from mckpt.cli import progress, shared
-from mckpt.cli.echo import echo, echo_outcome
+from mckpt.cli import shared, terminal
 from mckpt.cli.options import NOT_NEGATIVE, PATH, command, json_option
+from mckpt.cli.terminal import echo, echo_outcome
 from mckpt.errors import counted
 
 
@@ -40,7 +40,7 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
 
     source = shared.open_source(path, options)
     start = time.perf_counter()
-    with progress.showing("checking", as_json) as shown:
+    with terminal.showing("checking", as_json) as shown:
         report = api.check(source, threads=threads, progress=shown)
     seconds = time.perf_counter() - start
     verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[report.exit_code]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from mckpt.cli.echo import echo
 from mckpt.cli.options import command, json_option
+from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
 
 _ARGUMENTS = ("SRC", "DST")

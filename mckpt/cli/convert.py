@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt import formats
-from mckpt.cli import progress, shared
-from mckpt.cli.echo import document, echo
+from mckpt.cli import shared, terminal
 from mckpt.cli.iterations import Outcome, repeated
 from mckpt.cli.options import Options, command, json_option
+from mckpt.cli.terminal import document, echo
 from mckpt.errors import DestinationError, UsageError, counted
 from mckpt.storage import sparse_copy
 
@@ -243,7 +243,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
     return {
         "max_memory": parse_size(options["max_memory"], "--max-memory"),
         "check_replicas": options.get("check_replicas", False),
-        "on_note": functools.partial(progress.print_note, as_json=options["as_json"]),
+        "on_note": functools.partial(terminal.print_note, as_json=options["as_json"]),
         **{name: options[name] for name in names},
     }
 
@@ -255,7 +255,7 @@ def _print_plan(source: Checkpoint, dst: Path, target: TargetOptions, options: O
     # helps: print the plan even if `dst` is occupied; the check below raises that error
     planned = planning.make_plan(source, dst, target, helps=True, **_place(options))
     as_json = options["as_json"]
-    print_note = functools.partial(progress.print_note, as_json=as_json)
+    print_note = functools.partial(terminal.print_note, as_json=as_json)
     document(json.dumps(planned.json()) if as_json else planned.summary())
     if (html := options.get("html")) is not None:
         from mckpt.pages import document as page
@@ -337,11 +337,11 @@ def _run(
     """Runs the plan as rank 0, with workers and progress; returns the manifest."""
     others: AbstractContextManager[Ranks] = nullcontext(ranks)
     if num_workers > 1:
-        from mckpt.execute.workers import workers
+        from mckpt.execute.threads import workers
 
         others = workers(num_workers, lambda rank: planned.run(**settings, ranks=rank))
     try:
-        with others as all_ranks, progress.showing("writing", as_json) as shown:
+        with others as all_ranks, terminal.showing("writing", as_json) as shown:
             return planned.run(**settings, ranks=all_ranks, progress=shown)
     finally:
         for folder, left in planned.destination.left_over():

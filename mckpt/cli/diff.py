@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mckpt.cli import progress, shared
-from mckpt.cli.echo import echo, echo_outcome, named
+from mckpt.cli import shared, terminal
 from mckpt.cli.options import PATH, command, json_option
+from mckpt.cli.terminal import echo, echo_outcome, named
 from mckpt.errors import counted
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def diff(
     left, right = left.named_as(right), right.named_as(left)
     notes = [f"{side.path}: {note}" for side in (left, right) for note in side.model.notes]
     for note in dict.fromkeys(notes):
-        progress.print_note(note, as_json)
-    with progress.showing("comparing", as_json) as shown:
+        terminal.print_note(note, as_json)
+    with terminal.showing("comparing", as_json) as shown:
         difference = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
     if as_json:
         echo_outcome("different" if difference else "same", start, difference.json(), a=a, b=b)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.cli import shared
-from mckpt.cli.echo import document, echo
 from mckpt.cli.options import PATH, command, json_option
+from mckpt.cli.terminal import document, echo
 from mckpt.errors import UsageError
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mckpt.cli import progress, signals
-from mckpt.cli.echo import echo, echo_outcome, reporting
+from mckpt.cli import terminal
 from mckpt.cli.options import POSITIVE, in_section, together
+from mckpt.cli.terminal import echo, echo_outcome, reporting
 from mckpt.errors import (
     MckptError,
     SourceError,
@@ -310,7 +310,7 @@ class _Run:
         rest = min(REST_S, pause)
         handled: dict[int, tuple[Look, int]] = {}  # the files that were converted, and the tries
         self.print_note(f"watching {self.src}")
-        while not signals.caught():
+        while not terminal.caught():
             there, _ = _complete(self.src)
             wanted = chosen(text, there)
             pending = {}
@@ -359,7 +359,7 @@ class _Run:
                 self.print_note(remove(path) or f"iteration {number}: {path} was removed (--keep)")
 
     def print_note(self, text: str) -> None:
-        progress.print_note(text, self.as_json)
+        terminal.print_note(text, self.as_json)
 
     def _row(self, iteration: int) -> dict[str, Any]:
         outcome = self.outcomes[iteration]

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import click
 
-from mckpt.cli import signals
+from mckpt.cli import terminal
 from mckpt.cli.commands import own_name
-from mckpt.cli.echo import echo
 from mckpt.cli.options import FILE, command, json_option
+from mckpt.cli.terminal import echo
 from mckpt.errors import MckptError, Unreported, UsageError, counted
 
 # commands in which the processes of a launcher share the work
@@ -87,7 +87,7 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
             unreported, code = error, 0
         except MckptError as error:
             raise error.with_hint(f"{file}: {where} ({step.command}) failed") from None
-        signals.raise_caught()  # --watch ends well by a signal, and the job does not
+        terminal.raise_caught()  # --watch ends well by a signal, and the job does not
         if code:
             return end(code, f"{file}: {where} ({step.command}) ended with exit code {code}")
     text = f"{file}: {counted(len(steps), 'step')} done in {time.perf_counter() - start:.2f} s"

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from mckpt.cli.commands import Commands
-from mckpt.cli.echo import document, echo
 from mckpt.cli.options import DIRECTORY, FILE, PATH, command, json_option
+from mckpt.cli.terminal import document, echo
 from mckpt.errors import UsageError
 
 

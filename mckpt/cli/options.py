@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from mckpt.cli.commands import SYNONYMS, own_name
-from mckpt.cli.environment import name_variables
+from mckpt.cli.commands import SYNONYMS, name_variables, own_name
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 Options = Mapping[str, Any]  # the values of a command's options, by parameter name

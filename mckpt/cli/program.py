@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from mckpt import errors
-from mckpt.cli import signals
-from mckpt.cli.commands import Commands, Imported, Summary, own_name
-from mckpt.cli.echo import document, echo
-from mckpt.cli.environment import refuse_unknown, set_by
+from mckpt.cli import terminal
+from mckpt.cli.commands import Commands, Imported, Summary, own_name, refuse_unknown, set_by
+from mckpt.cli.terminal import document, echo
 from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
 from mckpt.version import __version__
 
@@ -78,7 +77,7 @@ def main() -> None:
     gc.set_threshold(10_000_000)
     before = errors.show_options(True)
     try:
-        with signals.raising():
+        with terminal.raising():
             code = cli(prog_name="mckpt", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
         code = _interrupted(error)
@@ -114,7 +113,7 @@ def process() -> None:
 
     Freeing the 10**6 objects of a plan one by one would take a tenth of the time of the run.
     """
-    signals.open_streams()
+    terminal.open_streams()
     try:
         main()
     except SystemExit as error:
@@ -129,7 +128,7 @@ def process() -> None:
 def _interrupted(error: BaseException) -> int:
     """Reports a signal; click makes its Abort of the exception that the signal raised."""
     cause = error.__cause__ or error
-    number = cause.number if isinstance(cause, signals.Interrupted) else signal.SIGINT
+    number = cause.number if isinstance(cause, terminal.Interrupted) else signal.SIGINT
     resumable = {
         "hf-to-megatron",
         "megatron-to-hf",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from mckpt.cli.echo import echo, echo_outcome, reporting
 from mckpt.cli.options import PATH, command, json_option
+from mckpt.cli.terminal import echo, echo_outcome, reporting
 from mckpt.errors import counted
 
 

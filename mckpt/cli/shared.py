@@ -400,7 +400,7 @@ def run_options(otherwise: str) -> Decorator:
 def open_source(path: Path, options: Options) -> Checkpoint:
     """Opens a checkpoint; the options describe the model."""
     from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.checkpoint.source_options import SourceOptions
+    from mckpt.checkpoint.description import SourceOptions
 
     settings = parse_settings(options)
     return Checkpoint.open(

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from mckpt.cli import progress, shared
-from mckpt.cli.echo import echo, echo_outcome, named
+from mckpt.cli import shared, terminal
 from mckpt.cli.options import (
     FILE,
     OUTPUT_FILE,
@@ -20,6 +19,7 @@ from mckpt.cli.options import (
     in_section,
     json_option,
 )
+from mckpt.cli.terminal import echo, echo_outcome, named
 
 comparison_option = in_section("Comparison")
 
@@ -80,18 +80,18 @@ def verify(
 
     Exit code 0: pass; 1: fail or incomplete.
     """
-    from mckpt.verification import card as cards
     from mckpt.verification import levels
+    from mckpt.verification import report as cards
     from mckpt.verification import report as page
 
     options["settings"] = shared.parse_settings(options)
     start = time.perf_counter()
-    with progress.phases(as_json) as print_phase:
+    with terminal.phases(as_json) as print_phase:
         verdict = levels.verify(hf, megatron, tell=print_phase, **options)
     if report is not None:
         page.write(verdict, report)
     if card is not None:
-        cards.write(verdict, hf, megatron, options["iteration"], card)
+        cards.write_card(verdict, hf, megatron, options["iteration"], card)
     if as_json:
         echo_outcome(verdict.verdict, start, verdict.json(), hf=hf, megatron=megatron)
     else:

@@ -10,18 +10,12 @@ from typing import Any, NamedTuple
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
-from mckpt.conversion.destination import Destination
-from mckpt.conversion.facts import true_vocab
-from mckpt.conversion.target import TargetOptions
+from mckpt.conversion.plan_data import true_vocab
+from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.megatron import run_config
-from mckpt.formats.megatron.common_state import (
-    CHECKPOINT_VERSION,
-    VERSION,
-    Common,
-    new_common,
-)
+from mckpt.formats.megatron.interface import CHECKPOINT_VERSION, VERSION, Common, new_common
 from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.formats.megatron.save_directory import iteration_of
 from mckpt.mapping import MappingFile

@@ -8,7 +8,7 @@ import os
 from functools import partial
 from typing import Any, NamedTuple
 
-from mckpt.checkpoint import masters
+from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
@@ -19,10 +19,10 @@ from mckpt.formats.megatron.optimizer import (
     LOW_BITS,
     MASTER,
     Scaler,
-    chains,
     is_state,
     regrouped,
     rescaled,
+    state,
     unkept,
 )
 
@@ -113,11 +113,11 @@ def groups(
     """
     assert source.optimizer is not None
     count, groups = _count(names, megatron), source.optimizer.groups
-    if not chains.is_muon(groups):
+    if not state.is_muon(groups):
         return regrouped(groups, count)
-    by_layers = bool((source.args or {}).get(chains.BY_LAYERS))
-    chains.refuse_target(fixed_sizes, by_layers, megatron)
-    return chains.muon_groups(groups, names, count > 1, by_layers)
+    by_layers = bool((source.args or {}).get(state.BY_LAYERS))
+    state.refuse_target(fixed_sizes, by_layers, megatron)
+    return state.muon_groups(groups, names, count > 1, by_layers)
 
 
 def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:
@@ -148,11 +148,11 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     stated = {name.partition("@")[0] for name in source if is_state(name)}
     weights = [name for name in source if not is_state(name)]
     with_master = [name for name in weights if f"{name}@{MASTER}" in source]
-    half = masters.in_half(source.args or {})
+    half = comparison.in_half(source.args or {})
     if look:
         from concurrent.futures import ThreadPoolExecutor
 
-        compare = partial(masters.apart, source, half=half)
+        compare = partial(comparison.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             apart = [text for text in pool.map(compare, with_master) if text]
         args = source.args or {}

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from mckpt import formats
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
-from mckpt.conversion.destination import Destination
-from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.optimizer import prove
-from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.plan_data import PlanData, most_dtype
 from mckpt.conversion.refusals import dropped, refuse_options
-from mckpt.conversion.target import TargetOptions
+from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError

@@ -14,7 +14,7 @@ from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
 from mckpt.formats.hf_config import ADAPTER, CONFIG, read_config
-from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
+from mckpt.formats.megatron.interface import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel

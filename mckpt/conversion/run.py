@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.conversion import done
-from mckpt.conversion.destination import Destination
 from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of, move
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.refusals import dropped
 from mckpt.conversion.side_files import SideFiles
+from mckpt.conversion.target import Destination
 from mckpt.errors import DestinationError, StorageError
 from mckpt.execute.ranks import Gone, Ranks, Session
 from mckpt.storage.staging import MANIFEST, REPLACED, STAGING, discard, in_place, mark, sync

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from mckpt.conversion.destination import Destination
+from mckpt.conversion.target import Destination
 from mckpt.errors import DestinationError, SourceError
 from mckpt.execute.ranks import Lines, Seconds, error_of
 from mckpt.storage import sparse_copy

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.destination import Destination
-from mckpt.conversion.facts import (
+from mckpt.conversion.plan_data import (
+    PlanData,
     dtypes_of_target,
     facts_of,
     form_of,
@@ -19,7 +19,6 @@ from mckpt.conversion.facts import (
     named_by_user,
     offset_notes,
 )
-from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.refusals import (
     lost_args,
     refuse_inexact,
@@ -27,7 +26,7 @@ from mckpt.conversion.refusals import (
     refuse_uncarried,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import TargetOptions
+from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names

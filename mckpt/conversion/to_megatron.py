@@ -16,8 +16,8 @@ from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.args import Args, Decided, args_of, bridge_files
-from mckpt.conversion.destination import Destination
-from mckpt.conversion.facts import (
+from mckpt.conversion.plan_data import (
+    PlanData,
     dtypes_of_target,
     facts_of,
     form_of,
@@ -27,7 +27,6 @@ from mckpt.conversion.facts import (
     quantised_notes,
     text_notes,
 )
-from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.refusals import (
     lost_args,
     refuse_choices,
@@ -40,7 +39,7 @@ from mckpt.conversion.refusals import (
     refuse_unloadable,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import TargetOptions
+from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names

@@ -18,29 +18,249 @@ tasks on its nodes make and send the groups.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import tempfile
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mckpt import errors
 from mckpt.conversion.done import complete, existing_output
-from mckpt.conversion.groups import groups
-from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of
+from mckpt.conversion.moving import RunSettings, check_unchanged, ignore, manifest_of, move
 from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.refusals import dropped
-from mckpt.conversion.sending import Sender
+from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal
-from mckpt.errors import DestinationError
-from mckpt.execute.engine import Cluster, continues
+from mckpt.errors import DestinationError, SourceError
+from mckpt.execute.engine import KNEE, Cluster, Step, Tick, continues
 from mckpt.execute.ranks import LOOK_S, Gone, Ranks, Session
 from mckpt.formats.hf_config import CONFIG
+from mckpt.geometry.join import UNSCALED, Joined
 from mckpt.progress import Progress
 from mckpt.storage import sparse_copy
+from mckpt.storage.files import TargetFile, stamp
 from mckpt.storage.staging import MANIFEST
+from mckpt.values.quantisation import WRITTEN, Grid
+
+
+def groups(
+    files: Sequence[TargetFile], joined: Joined, last: int | None, size: int
+) -> list[list[int]]:
+    """Returns the files in groups of about `size` bytes; `last` is in none of them.
+
+    A weight that is quantised and its scales are written together, so their files are in one group,
+    with those of the weights that share its overall scale.
+    """
+    tied = _ties(joined)
+    out: list[list[int]] = []
+    nbytes = 0
+    for number, file in enumerate(files):
+        if number == last:
+            continue
+        if not out or (nbytes + file.size > size and number not in tied):
+            out.append([])
+            nbytes = 0
+        out[-1].append(number)
+        nbytes += file.size
+    return out
+
+
+def _ties(joined: Joined) -> set[int]:
+    """Returns the files that must be in the group of the file before them."""
+    weights = _quantised(joined)
+    first: dict[int, int] = {}  # number of peers -> the least of their files, and the largest
+    last: dict[int, int] = {}
+    for file, row in zip(weights["dst_file"].tolist(), weights["grid"].tolist(), strict=True):
+        grid = Grid(*joined.grids[row].tolist())
+        files = {file, *grid.files}
+        number = grid.peers if grid.overall else -1 - row
+        first[number] = min(first.get(number, file), *files)
+        last[number] = max(last.get(number, file), *files)
+    return {file for number in first for file in range(first[number] + 1, last[number] + 1)}
+
+
+def _quantised(joined: Joined) -> np.ndarray:
+    """Returns the copies into quantised weights."""
+    written = np.array([cast.target in WRITTEN for cast in joined.casts], bool)
+    which = (joined.copies["grid"] != UNSCALED) & written[joined.copies["cast"]]
+    copies: np.ndarray = joined.copies[which]
+    return copies
+
+
+def part(
+    files: Sequence[TargetFile], joined: Joined, group: Sequence[int]
+) -> tuple[list[TargetFile], np.ndarray, np.ndarray]:
+    """Returns the files of a group, numbered from 0, the copies into them, and the grids."""
+    number = np.full(len(files), -1, "i4")
+    number[list(group)] = np.arange(len(group), dtype="i4")
+    copies = joined.copies[number[joined.copies["dst_file"]] >= 0].copy()
+    grids = joined.grids.copy()
+    weights = _quantised(joined)
+    for grid in set(weights["grid"][number[weights["dst_file"]] >= 0].tolist()):
+        for at in map(Grid._fields.index, ("file", "overall_file")):
+            grids[grid, at] = number[grids[grid, at]]
+    copies["dst_file"] = number[copies["dst_file"]]
+    return [files[n] for n in group], copies, grids
+
+
+FILES = 2  # files that are sent at the same time, each in several parts
+
+
+@dataclass(frozen=True, eq=False)
+class Sender:
+    """Makes and sends groups of the files of a plan. It can be pickled, for a process on another
+    machine that does a part (engine.Task).
+
+    groups: the numbers of the files of each group.
+    carried: the files of carried tensors, which other checkpoints share.
+    state: that of the source files when the run began.
+    """
+
+    journal: StoreJournal
+    outputs: Sequence[TargetFile]
+    joined: Joined
+    sources: Sequence[Path]
+    state: SourceState
+    groups: Sequence[Sequence[int]]
+    carried: frozenset[int]
+    how: RunSettings
+
+    @classmethod
+    def of(
+        cls,
+        plan: PlanData,
+        journal: StoreJournal,
+        how: RunSettings,
+        state: SourceState,
+        groups: Sequence[Sequence[int]],
+        carried: frozenset[int],
+    ) -> Sender:
+        sources = [Path(file) for file in plan.source.layout.files]
+        # the process that sends makes the files itself, and its caller reports
+        how = replace(how, engine="local", progress=None, on_note=ignore)
+        return cls(
+            journal,
+            plan.outputs,
+            plan.joined,
+            sources,
+            state,
+            groups,
+            carried,
+            how,
+        )
+
+    # ---- as a task of another machine
+
+    @property
+    def threads(self) -> int:
+        """The number of cores that a sending process keeps busy."""
+        return self.how.threads or KNEE
+
+    def mark(self) -> str:
+        """Returns the id of the run that the journal in the store belongs to, "" if none does."""
+        line = self.journal.last_line()
+        return line.id if line else ""
+
+    @property
+    def place(self) -> Path:
+        return self.journal.folder
+
+    def do(self, step: Step, items: range, tick: Tick) -> None:
+        """Makes and sends these groups, without the files that the journal lists."""
+        self._refuse_other_source()
+        self.send([self.groups[i] for i in items], self.journal.sent())
+
+    def _refuse_other_source(self) -> None:
+        stamps = self.state.stamps[: len(self.sources)]  # those of copied files follow
+        for file, known in zip(self.sources, stamps, strict=True):
+            if not file.exists() or stamp(file).shared != known.shared:
+                raise SourceError(
+                    f"{file}: is not the file that the command reads; mount the source at the same"
+                    " path on all nodes, or give its URL"
+                )
+
+    # ---- in every process
+
+    def send(
+        self,
+        groups: Sequence[Sequence[int]],
+        done: dict[int, Sent],
+        report: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Makes and sends the files of these groups that are not in `done`, and adds them to it.
+        While one group is sent, the next one is made.
+
+        report: called with the number of each file that is in its place.
+        """
+        todo = [left for g in groups if (left := [n for n in g if n not in done])]
+        lock, stop = threading.Lock(), threading.Event()
+        sending: list[Future[None]] = []
+
+        def send(number: int, folder: Path, checksum: str) -> None:
+            if stop.is_set():
+                return
+            file = self.outputs[number]
+            made = folder / file.path
+            there = self.journal.object_of(number) if number in self.carried else None
+            to = self.journal.files[number]
+            version = there.version if there else self.journal.put_ours(to, made)
+            entry = Sent(file.path, file.size, checksum, version, self.journal.id)
+            self.journal.add(number, entry)
+            os.unlink(made)
+            with lock:
+                done[number] = entry
+                report(number)
+
+        def wait() -> None:
+            for future in sending:
+                future.result()
+
+        with sparse_copy.scratch() as folders, ThreadPoolExecutor(FILES) as files:
+            try:
+                for group in todo:
+                    folder, sums = self.make(group, folders)
+                    self._compare_carried(group, folder)
+                    wait()
+                    self.journal.remove_old()
+                    sending = [
+                        files.submit(send, number, folder, checksum)
+                        for number, checksum in zip(group, sums, strict=True)
+                    ]
+                wait()
+            except BaseException:
+                stop.set()
+                raise
+
+    def _compare_carried(self, group: Sequence[int], folder: Path) -> None:
+        """Raises DestinationError if other checkpoints here have other carried tensors."""
+        for number in group:
+            if number in self.carried and self.journal.object_of(number):
+                there = self.journal.files[number]
+                sparse_copy.whole(there)
+                if not filecmp.cmp(folder / self.outputs[number].path, there, shallow=False):
+                    raise other_tensors(there)
+
+    def make(self, group: Sequence[int], folders: Path) -> tuple[Path, list[str]]:
+        """Makes the files of a group in a new directory of `folders`; returns the directory and the
+        checksums of the files.
+        """
+        # two levels, so that `..` in the path of a carried file stays inside
+        folder = Path(tempfile.mkdtemp(dir=folders)) / "made"
+        outputs, copies, grids = part(self.outputs, self.joined, group)
+        # the parts that are sent meanwhile take the rest
+        how = replace(self.how, max_memory=self.how.max_memory // 2)
+        sources = list(map(str, self.sources))
+        sums = move(self.joined, sources, folder, outputs, copies, grids, how)
+        return folder / "data", sums
+
 
 GROUP = 1 << 30  # bytes of files that are made before they are sent
 

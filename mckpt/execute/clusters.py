@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.geometry.join import UNSCALED, Cast
-from mckpt.values import casting, quantisation
+from mckpt.values import dtypes, quantisation
 from mckpt.values.dtypes import numpy_dtype
 
 # Up to so many bytes between two spans are read and dropped instead of starting another read:
@@ -55,7 +55,7 @@ class Copy(NamedTuple):
 
     def scratch(self, rows: int) -> int:
         """Returns the bytes of scratch memory that placing `rows` rows needs."""
-        cast = casting.scratch(self.run * rows) if self.cast != SAME else 0
+        cast = dtypes.scratch(self.run * rows) if self.cast != SAME else 0
         return cast if self.grid == UNSCALED else cast + quantisation.scratch(rows, self.run)
 
     def half(self, second: bool) -> Copy:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from isal import isal_zlib
 
 from mckpt.errors import UsageError
@@ -33,8 +32,7 @@ from mckpt.execute.units import Work, is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.storage.descriptors import is_remote
 from mckpt.values import adding
-from mckpt.values.casting import cast, has_infinity, pieces, shift
-from mckpt.values.dtypes import numpy_dtype
+from mckpt.values.dtypes import cast, has_infinity, numpy_dtype, pieces, shift
 from mckpt.values.quantisation import ALONE, E4M3, VALUES, Grid, dequantise
 
 # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73

@@ -18,8 +18,7 @@ from mckpt.containers import safetensors
 from mckpt.containers.entries import Entries
 from mckpt.errors import SourceError
 from mckpt.formats.base import Problems, stored_of
-from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
-from mckpt.formats.shards import Placed, Row, place
+from mckpt.formats.hf_files import INDEX, SINGLE, Placed, Row, place, weight_files
 from mckpt.geometry.box import Layout, Piece, Stored, row_major, whole_box
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, is_part

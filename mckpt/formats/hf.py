@@ -30,10 +30,9 @@ from mckpt.formats.base import (
 )
 from mckpt.formats.hf_config import CONFIG, quantised_by, read_config
 from mckpt.formats.hf_encodings import WRITTEN, Quantisation, Scheme, quantisation_of
-from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
+from mckpt.formats.hf_files import INDEX, SINGLE, Row, place, weight_files
 from mckpt.formats.hf_layout import Matching
 from mckpt.formats.hf_quantised import target_scales
-from mckpt.formats.shards import Row, place
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel

@@ -25,7 +25,7 @@ from mckpt.errors import UsageError
 from mckpt.formats.base import dtypes_of
 from mckpt.formats.hf import HuggingFaceRequest, quantises
 from mckpt.formats.hf_encodings import WRITTEN
-from mckpt.formats.shards import Row, tensors_of
+from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.box import Layout, Stored, clip
 from mckpt.geometry.join import Joined, join
 from mckpt.live.model import ranks_of

@@ -20,7 +20,7 @@ from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit
 from mckpt.errors import UsageError
 from mckpt.execute.mover import Overflow
-from mckpt.execute.reading import MEMORY, read, within
+from mckpt.execute.piecewise import MEMORY, read, within
 from mckpt.execute.threads import ThreadPool
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
@@ -24,7 +24,7 @@ from mckpt.formats import places
 from mckpt.formats.base import Names
 from mckpt.formats.megatron import torch_dist
 from mckpt.formats.megatron.chunked import Chunked, Files
-from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.interface import Common
 from mckpt.formats.megatron.save_directory import IterationDirectory
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import join

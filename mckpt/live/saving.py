@@ -23,10 +23,10 @@ from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.planning import Plan
 from mckpt.conversion.run import publish
 from mckpt.errors import UsageError
-from mckpt.execute.batches import Batches
 from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
 from mckpt.execute.mover import Overflow
+from mckpt.execute.piecewise import Batches
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, ranks_of, release
 from mckpt.live.together import gathered, own_result, rank_and_world

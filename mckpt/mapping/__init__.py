@@ -3,10 +3,9 @@
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
-from mckpt.mapping.forms import is_part, typed
+from mckpt.mapping.forms import equal, is_part, lookup, major_minor, typed
 from mckpt.mapping.heads import is_of_head, with_head
 from mckpt.mapping.inert import is_neutral, unknown_args
-from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
     KINDS,
@@ -21,8 +20,7 @@ from mckpt.mapping.reading import (
     refused,
     to_keep,
 )
-from mckpt.mapping.rule import Bound, Rule
-from mckpt.mapping.rule_reading import key_pattern
+from mckpt.mapping.rule import Bound, Rule, key_pattern
 from mckpt.mapping.schema import schema
 
 __all__ = [

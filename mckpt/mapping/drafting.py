@@ -16,11 +16,10 @@ from mckpt.errors import MappingError, printable
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.fit import switches
-from mckpt.mapping.forms import is_part
-from mckpt.mapping.lookup import equal
+from mckpt.mapping.forms import equal, is_part
 from mckpt.mapping.nodes import Node, plain
 from mckpt.mapping.reading import dialect_for, inherited, load, names
-from mckpt.mapping.rule_reading import expand
+from mckpt.mapping.rule import expand
 from mckpt.mapping.schema import nearest, schema
 
 # Marks a line of the draft that its user completes: names and shapes do not show all that a family

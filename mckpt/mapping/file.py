@@ -17,8 +17,18 @@ from typing import Any, NamedTuple
 from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression, ExpressionError
-from mckpt.mapping.forms import OUTER, Form, part, view, whole
-from mckpt.mapping.lookup import ABSENT, LazyScope, equal, lookup, major_minor
+from mckpt.mapping.forms import (
+    ABSENT,
+    OUTER,
+    Form,
+    LazyScope,
+    equal,
+    lookup,
+    major_minor,
+    part,
+    view,
+    whole,
+)
 from mckpt.mapping.registration import Registration
 from mckpt.mapping.rule import Bound, Rule
 from mckpt.mapping.schema import schema

@@ -18,7 +18,7 @@ from mckpt.mapping.inert import inert_keys
 from mckpt.mapping.nodes import Node, digest_of, merge, parse, plain
 from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
-from mckpt.mapping.rule_reading import COUNT, Parse, first_key, read_rules
+from mckpt.mapping.rule import COUNT, Parse, first_key, read_rules
 from mckpt.mapping.schema import FOLDER, extend, nearest, schema
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml

@@ -1,12 +1,19 @@
-"""A rule of a mapping file, and the same rule bound to the layers and experts of one model."""
+"""The rules of a mapping file: reads them, expands blocks and braces, checks every word, and binds
+them to the layers and experts of one model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression
+from mckpt.mapping.nodes import Node
+from mckpt.mapping.schema import nearest, schema
+from mckpt.values.dtypes import TABLE
 
 
 class Rule(NamedTuple):
@@ -97,3 +104,264 @@ class Bound(NamedTuple):
         layers = scope["encoder_layers" if self.rule.encoder else "num_layers"]
         size = {"layer": layers, "expert": scope["num_experts"]}
         return tuple(size[index] for index in self.rule.stacked())
+
+
+_INDEX = re.compile(r"\{(\w+)\}")
+COUNT = "count"  # of `numbering`: how many numbers there are
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+_RULE = (
+    *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
+    "transposed",
+)
+ENCODER = "encoder.{layer}."  # of the logical names of an encoder's layers
+_BLOCK = ("is", "when", "instead", "mtp", "groups", "tensors", "objects")
+
+Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
+
+
+class _Scope(NamedTuple):
+    """The rules of one node of a file, and the prefixes and conditions of all of them."""
+
+    rules: object  # a Node, unless the file is wrong
+    prefix: str = ""  # of the stored keys
+    logical: str = ""  # the prefix of the logical tensors
+    instead: tuple[str, Expression | None] | None = None  # another prefix, and when
+    again: bool = False  # the rules of a block once more, for multi-token prediction
+    number: Expression | None = None  # see Rule
+    when: str | None = None  # a condition on all rules
+
+
+def read_rules(root: Node, section: str, expression: Parse, problems: list[str]) -> Iterator[Rule]:
+    """Yields the rules of the top level, and of each block with its prefixes; braces are expanded.
+
+    section: `tensors` or `objects`.
+    """
+    yield from _rules(_Scope(root.get(section) or Node()), expression, problems)
+    for prefix, block in (root.get("blocks") or Node()).items():
+        where = root["blocks"].lines[prefix]
+        for scope in _scopes(root, section, prefix, block or Node(), where, expression, problems):
+            yield from _rules(scope, expression, problems)
+
+
+def _scopes(
+    root: Node,
+    section: str,
+    prefix: str,
+    block: Node,
+    where: str,
+    expression: Parse,
+    problems: list[str],
+) -> Iterator[_Scope]:
+    """Yields each group of a block and its own rules.
+
+    If a block has `mtp`, all of them come a second time, for the layers of multi-token prediction:
+    `mtp` is their prefix, or the prefix as `key` with an `instead` of its own.
+    """
+    if strange := sorted(map(str, block.keys() - set(_BLOCK))):
+        problems.append(
+            f"{where}: the block {prefix} may have {', '.join(_BLOCK)}, not {', '.join(strange)}"
+        )
+    groups = block.get("groups") or []
+    if not isinstance(prefix, str) or not isinstance(groups, list):
+        problems.append(
+            f"{where}: the block {prefix} needs a prefix as its key, and `groups` a list"
+        )
+        return
+    rules = [_group(root, str(name), where, problems).get(section) for name in groups]
+    rules.append(block.get(section))
+    mtp = block.get("mtp")
+    key = mtp.get("key") if isinstance(mtp, dict) else mtp
+    if mtp is not None and not isinstance(key, str):
+        problems.append(f"{where}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
+        mtp = None
+    mtp = {"key": mtp} if isinstance(mtp, str) else mtp
+    prefix, number = _numbered(root, prefix, expression)
+    prefixes = [(prefix, block.get("instead"), False)]
+    if mtp:
+        prefixes.append((mtp["key"], mtp.get("instead"), True))
+    for start, other, again in prefixes:
+        if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+            problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
+            other = None
+        instead = (other["key"], expression(other["when"], where)) if other else None
+        for node in rules:
+            logical = block.get("is", "")
+            counted, when = None if again else number, block.get("when")
+            yield _Scope(node or Node(), start, logical, instead, again, counted, when)
+
+
+def _group(root: Node, name: str, where: str, problems: list[str]) -> Node:
+    groups = root.get("groups") or Node()
+    if not isinstance(found := groups.get(name), Node):
+        problems.append(
+            f"{where}: {name!r} is not the name of a group; the groups are"
+            f" {', '.join(map(str, groups))}"
+        )
+        return Node()
+    return found
+
+
+def _numbered(root: Node, prefix: str, expression: Parse) -> tuple[str, Expression | None]:
+    """Returns the prefix with {layer} in place of a name of `numbering`, and the name's value."""
+    numbering = root.get("numbering") or Node()
+    for name in _INDEX.findall(prefix):
+        if name in numbering and name != COUNT:
+            number = expression(numbering[name], numbering.lines[name])
+            return prefix.replace(f"{{{name}}}", "{layer}"), number
+    return prefix, None
+
+
+def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Rule]:
+    node, prefix, logical, instead, again, number, always = scope
+    if not isinstance(node, Node):
+        problems.append(f"the tensors of {prefix or 'the file'} are keys and values, not {node!r}")
+        return
+    for key, value in node.items():
+        where = node.lines[key]
+        if not isinstance(key, str):
+            problems.append(f"{where}: {key!r} is not the name of a tensor")
+            continue
+        for spec in value if isinstance(value, list) else [value]:
+            try:
+                expanded = list(expand(key, spec))
+            except ValueError as e:
+                problems.append(f"{where}: {prefix + key}: {e}")
+                continue
+            for stored, one in expanded:
+                if again and one.get("mtp"):
+                    continue
+                if again or "{mtp}" in prefix:
+                    one = {**one, "mtp": True}
+                if always is not None:
+                    one = {**one, "when": _both(always, one.get("when"))}
+                try:
+                    rule = _rule(prefix + stored, one, logical, number, where, expression)
+                except (ValueError, TypeError) as e:
+                    problems.append(f"{where}: {prefix + stored}: {e}")
+                    continue
+                if instead is None:
+                    yield rule
+                    continue
+                other_prefix, condition = instead
+                if condition is None:  # it is among the problems
+                    continue
+                there, when = condition.text, rule.when and rule.when.text
+                yield rule._replace(when=expression(_both(f"not ({there})", when), where))
+                yield rule._replace(
+                    key=other_prefix + stored, when=expression(_both(there, when), where)
+                )
+
+
+def _both(first: str, second: Any) -> str:
+    """Returns the condition that both are true; `second` may be None."""
+    return first if second is None else f"({first}) and ({second})"
+
+
+def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields one rule for each of the words in `{q,k,v}`, in the key, in `of` and in `when`."""
+    spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
+    if not isinstance(spec, dict):
+        raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
+    of = spec.get("of", [])
+    of = [of] if isinstance(of, str) else of
+    if not isinstance(of, list) or not all(isinstance(o, str) for o in of):
+        raise ValueError(f"`of` names tensors, not {of!r}")
+    found = _BRACES.search(key)
+    words = found[1].split(",") if found else []
+    for inside in _BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
+        if len(inside.split(",")) != len(words):
+            raise ValueError(
+                f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}"
+            )
+    if not found:
+        yield key, {**spec, "of": of}
+        return
+    for i, word in enumerate(words):
+
+        def pick(text: str, i: int = i) -> str:
+            return _BRACES.sub(lambda m: m[1].split(",")[i], text)
+
+        when = {"when": pick(str(spec["when"]))} if "when" in spec else {}
+        yield (
+            key[: found.start()] + word + key[found.end() :],
+            {**spec, "of": [pick(o) for o in of], **when},
+        )
+
+
+def _rule(
+    key: str,
+    spec: Mapping[str, Any],
+    prefix: str,
+    number: Expression | None,
+    where: str,
+    expression: Parse,
+) -> Rule:
+    if spec.keys() - set(_RULE):
+        raise ValueError(
+            f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}"
+        )
+    # /embed.weight does not get the block's prefix
+    of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])
+    for name in of:
+        if name not in schema().tensors:
+            near = nearest(name, schema().tensors)
+            raise ValueError(f"logical.yaml has no tensor {name!r}{near}")
+    mtp, alias = bool(spec.get("mtp")), spec.get("alias", False)
+    if alias not in (False, True, "read"):
+        raise ValueError(f"alias is true, or `read` for one that is not written, not {alias!r}")
+    asked = {"layer": mtp or (not of and "{layer}" in prefix), "expert": bool(spec.get("expert"))}
+    indices = tuple(
+        i for i in ("layer", "expert") if asked[i] or any(f"{{{i}}}" in n for n in of or (key,))
+    )
+    for index in _INDEX.findall(key):
+        if index not in (*indices, *(["mtp"] if mtp else [])):
+            raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
+    if set("{}") & set(_INDEX.sub("", key)):
+        raise ValueError("has a brace that belongs to no index")
+    if any(set(_INDEX.findall(n)) != set(_INDEX.findall(of[0])) for n in of):
+        raise ValueError("its tensors do not have the same indices")
+    pack = spec.get("pack", "one")
+    if pack not in PACKINGS:
+        raise ValueError(f"no packing {pack!r}; known: {', '.join(PACKINGS)}")
+    if pack == "one" and len(of) > 1:
+        raise ValueError("several tensors need a `pack`")
+    tp = spec.get("tp", "replicated")
+    if tp not in TP_KINDS:
+        raise ValueError(f"no tp kind {tp!r}; known: {', '.join(TP_KINDS)}")
+    when, dtype = expression(spec.get("when"), where), spec.get("dtype")
+    if dtype not in (None, *TABLE):
+        raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
+    heads, offset = expression(spec.get("heads"), where), spec.get("offset", 0)
+    if heads is not None and pack != "qkv":
+        raise ValueError("`heads` is for the packing qkv only")
+    if type(offset) not in (int, float):
+        raise ValueError(f"`offset` is a number, not {offset!r}")
+    return Rule(
+        key,
+        of,
+        pack,
+        tp,
+        spec.get("stage"),
+        when,
+        bool(alias),
+        alias != "read",
+        dtype,
+        mtp,
+        indices,
+        where,
+        number,
+        bool(spec.get("transposed")),
+        heads,
+        float(offset),
+        (of or (prefix,))[0].startswith(ENCODER),
+    )
+
+
+def key_pattern(key: str) -> re.Pattern[str]:
+    """Returns a regular expression for a key template with its indices filled in."""
+    return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))
+
+
+def first_key(key: str) -> str:
+    """Returns a key template with 0 for each of its indices."""
+    return _INDEX.sub("0", key)

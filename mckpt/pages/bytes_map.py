@@ -13,7 +13,7 @@ from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.formats.megatron.torch_shards import local
 from mckpt.geometry.box import Layout, Stored
 from mckpt.mapping import Bound, Rule
-from mckpt.pages.markup import span
+from mckpt.pages.document import span
 from mckpt.values.dtypes import itemsize
 
 MAX_COLUMNS = 256  # of a map of files: more would make its cells too narrow

@@ -18,8 +18,8 @@ from mckpt.formats.base import Format, Names
 from mckpt.geometry.box import Layout
 from mckpt.pages import bytes_map, document, listing
 from mckpt.pages.bytes_map import Column, Rows
+from mckpt.pages.document import Markup, listed, many, section, size, table, tag, terms
 from mckpt.pages.listing import Numbering, Other
-from mckpt.pages.markup import Markup, listed, many, section, size, table, tag, terms
 
 HERE = Path(__file__).parent
 LEVELS = 6  # of the colours of a map

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from mckpt.execute.workers import end_with_parent
+from mckpt.execute.threads import end_with_parent
 from mckpt.trainer import points
 
 # modules that build.py, load.py and train.py import in their functions

@@ -32,7 +32,75 @@ import torch.distributed as dist
 
 from mckpt import formats
 from mckpt.errors import UsageError
-from mckpt.trainer import adam, build, cpu, data, load, points, save
+from mckpt.trainer import build, cpu, data, load, points, save
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW that keeps its state as Transformer Engine's FusedAdam does, for machines without it.
+
+    Each parameter has exp_avg and exp_avg_sq, each group has `step`, the number of updates so far.
+    Without FusedAdam megatron-core uses torch's AdamW, which counts the steps of each parameter: it
+    saves other keys than a run on GPUs, and megatron-core 0.16 cannot load them again, because it
+    looks for a state before the first step and gives all parameters one counter.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        assert adam_w_mode, "weight decay as a part of the gradient is not built"
+        # megatron-core passes `capturable` from 0.17 on
+        assert not capturable, "an optimizer step in a CUDA graph is not built"
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    adam_step(parameter, self.state[parameter], group)
+
+
+def adam_step(
+    parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+) -> None:
+    """Updates a parameter in place: Adam (Kingma and Ba 2015, algorithm 1) with the weight decay of
+    Loshchilov and Hutter 2019.
+    """
+    if not state:
+        state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+    gradient, lr, step = parameter.grad, group["lr"], group["step"]
+    beta1, beta2 = group["betas"]
+    assert gradient is not None
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    parameter.mul_(1 - lr * group["weight_decay"])
+    parameter.addcdiv_(state["exp_avg"], scale, value=-lr / (1 - beta1**step))
+
+
+def install_adam() -> None:
+    """Gives megatron-core this Adam where it found neither Transformer Engine's nor Apex's. May be
+    called again.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam = distrib_optimizer.Adam = Adam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 
@@ -239,7 +307,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
     )
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    adam.install()
+    install_adam()
     models = build.build(args, args.params_dtype, training=True)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=options.distributed_optimizer,

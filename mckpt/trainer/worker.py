@@ -11,6 +11,11 @@ set of process groups.
 It writes OUT/NAME.json: {"error": ...} or facts about the load. OUT/NAME.rank{r}.{i}.npz has the
 states and the chosen experts of sequence i on rank r. OUT/NAME.{i}.npz, written by rank 0, has the
 differences of the logits in fp32 and, prefixed `low_`, in the checkpoint's dtype.
+
+The logits of every position and the hidden states on the way are computed under tensor, pipeline,
+virtual pipeline, expert and context parallelism. megatron-core's pipeline schedules keep only the
+loss. Here dist.send moves activations from chunk to chunk in the order in which the layers run:
+virtual stage 0 on every pipeline rank, then virtual stage 1, and so on.
 """
 
 from __future__ import annotations
@@ -29,7 +34,156 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import MckptError, SourceError
-from mckpt.trainer import build, forward, load, points
+from mckpt.trainer import build, hybrid, load, points
+from mckpt.trainer.points import Recorder
+
+
+@torch.no_grad()
+def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Returns the fp32 logits [batch, seq, vocab] of `tokens` [batch, seq] on pipeline rank 0, and
+    None on the others.
+
+    Every rank passes the same tokens. `vocab` is args.vocab_size, or the padded size if args have
+    none; other padding is cut off.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    config = chunks[0].config
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    tokens = tokens.to(device)
+    batch, seq = tokens.shape
+    cp = config.context_parallel_size
+    # Sequence parallelism cuts the sequence into `rows` parts.
+    rows = args.tensor_model_parallel_size if config.sequence_parallel else 1
+    multiple = rows * (2 * cp if cp > 1 else 1)
+    # The padding is on the right, where a causal model does not look.
+    tokens = torch.nn.functional.pad(tokens, (0, -seq % multiple))
+    length = tokens.shape[1]
+    mine = of_this_rank(length, cp).to(device)
+    tokens, positions = tokens[:, mine], mine.expand(batch, -1)
+    part = length // cp
+    # True hides a position.
+    mask = torch.ones(1, 1, part, part, dtype=torch.bool, device=device).triu(1)
+
+    first = ps.is_pipeline_first_stage(ignore_virtual=True)
+    last = ps.is_pipeline_last_stage(ignore_virtual=True)
+    hidden: Any = None
+    for stage, chunk in enumerate(chunks):
+        if not (first and stage == 0):
+            shape = part // rows, batch, config.hidden_size
+            hidden = torch.empty(shape, dtype=config.params_dtype, device=device)
+            dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
+            chunk.set_input_tensor(hidden)
+        with without_mtp(chunk):
+            hidden = chunk(tokens, positions, mask)
+        if not (last and stage == len(chunks) - 1):
+            dist.send(hidden.contiguous(), ps.get_pipeline_model_parallel_next_rank())
+
+    vocab = getattr(args, "vocab_size", None) or args.padded_vocab_size
+    out = torch.empty(batch, seq, vocab, dtype=torch.float32, device=device)
+    if last:
+        whole = in_order(gather_from_tensor_model_parallel_region(hidden.float()), cp, axis=1)
+        out.copy_(whole[:, :seq, :vocab])
+        if not first:
+            dist.send(out, ps.get_pipeline_model_parallel_first_rank())
+    elif first:
+        dist.recv(out, ps.get_pipeline_model_parallel_last_rank())
+    return out if first else None
+
+
+@contextmanager
+def without_mtp(chunk: Any) -> Iterator[None]:
+    """Makes the chunk leave out its layers of multi-token prediction in the block. They have a loss
+    and no logits, and fail without labels.
+    """
+    kept = chunk.mtp_process, chunk.config.mtp_num_layers
+    chunk.mtp_process, chunk.config.mtp_num_layers = False, None
+    try:
+        yield
+    finally:
+        chunk.mtp_process, chunk.config.mtp_num_layers = kept
+
+
+def of_this_rank(length: int, cp: int) -> torch.Tensor:
+    """Returns the positions of this context-parallel rank: parts r and 2 cp - 1 - r of 2 cp parts,
+    so that all ranks attend to equally many positions.
+    """
+    from megatron.core import parallel_state as ps
+
+    positions = torch.arange(length)
+    if cp == 1:
+        return positions
+    parts, rank = positions.chunk(2 * cp), ps.get_context_parallel_rank()
+    return torch.cat([parts[rank], parts[2 * cp - 1 - rank]])
+
+
+def in_order(part: torch.Tensor, cp: int, axis: int) -> torch.Tensor:
+    """Gathers the parts of all context-parallel ranks along `axis`, in the sequence's order."""
+    from megatron.core import parallel_state as ps
+
+    if cp == 1:
+        return part
+    gathered = [torch.empty_like(part) for _ in range(cp)]
+    dist.all_gather(gathered, part.contiguous(), group=ps.get_context_parallel_group())
+    halves = [g.chunk(2, axis) for g in gathered]
+    return torch.cat([h[0] for h in halves] + [h[1] for h in reversed(halves)], axis)
+
+
+def watch(chunks: list[Any], recorder: Recorder) -> None:
+    """Puts hooks on all places of `points` that this pipeline rank has.
+
+    Each rank of a stage records the whole sequence, of a batch of one.
+    """
+    config = chunks[0].config
+    pattern = getattr(chunks[0], "hybrid_layer_pattern", None)
+    of_hybrid = hybrid.places(pattern) if pattern else []
+
+    def whole(hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [seq, width] from this rank's [part of seq, 1, width]."""
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        if config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return in_order(hidden, config.context_parallel_size, axis=0)[:, 0]
+
+    def state(name: str) -> Any:
+        def keep(value: Any) -> None:
+            hidden, *more = value if isinstance(value, tuple) else (value,)
+            if name.endswith((".attn", ".mlp")) and more and more[0] is not None:
+                # megatron-core adds this bias later, together with the residual
+                hidden = hidden + more[0]
+            recorder.state(name, whole(hidden))
+
+        return keep
+
+    def routed(layer: int) -> Any:
+        def keep(value: Any) -> None:  # (probabilities, map [tokens of this rank, experts] bool)
+            recorder.experts[layer] = whole(value[1].float()[:, None]).bool().cpu().numpy()
+
+        return keep
+
+    for chunk in chunks:
+        if chunk.pre_process:
+            recorder.output(chunk.embedding, state("embed"))
+        for module in chunk.decoder.layers:
+            number = module.layer_number - 1
+            # a layer of a hybrid model is one part of a layer of transformers
+            layer, part = of_hybrid[number] if of_hybrid else (number, None)
+            # the mlp comes last, and its state replaces that behind the attention
+            recorder.output(module, state(f"layers.{layer}"))
+            if part != "mlp":
+                attention = getattr(module, "mixer", None) or module.self_attention
+                recorder.output(attention, state(f"layers.{layer}.attn"))
+            if part != "attn":
+                recorder.output(module.mlp, state(f"layers.{layer}.mlp"))
+            if hasattr(getattr(module, "mlp", None), "router"):
+                recorder.output(module.mlp.router, routed(layer))
+        if chunk.post_process:
+            recorder.input(chunk.output_layer, state("final_norm"))
+
 
 SCATTER = 2000  # pairs of logits kept of each sequence, for the report's plot
 
@@ -76,10 +230,10 @@ def run(
         low = dtype != torch.float32
         recorder = points.Recorder()
         if not low:
-            forward.watch(chunks, recorder)
+            watch(chunks, recorder)
         for index, tokens in enumerate(sequences):
             recorder.clear()
-            found = forward.logits(chunks, args, torch.tensor([tokens]))
+            found = logits(chunks, args, torch.tensor([tokens]))
             if recorder.states:
                 n, file = len(tokens), f"{checkpoint['name']}.rank{dist.get_rank()}.{index}.npz"
                 kept: dict[str, Any] = {f"state_{k}": v[:n] for k, v in recorder.states.items()}

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mckpt.lazy import numpy as np
-from mckpt.values.casting import bfloat16_bits
-from mckpt.values.dtypes import itemsize, numpy_dtype
+from mckpt.values.dtypes import bfloat16_bits, itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid
 
 # elements of each array that is in use at a time: with their float32 values they stay in L2, and

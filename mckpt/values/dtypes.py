@@ -1,7 +1,11 @@
-"""The dtypes of checkpoints: one table of their names in numpy, safetensors and torch."""
+"""The dtypes of checkpoints: one table of their names in numpy, safetensors and torch, and the
+casts between them, with numpy's values; also float16 at the speed of memory.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from mckpt.errors import SourceError, UsageError
@@ -75,3 +79,75 @@ def numpy_dtype(name: str) -> np.dtype:
 
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype("uint8" if name in PACKED else name)
+
+
+PIECE = 32 << 10  # elements at a time, so that the scratch memory stays in L2
+
+
+def scratch(elements: int) -> int:
+    """Returns the bytes of scratch memory that `cast` and `has_infinity` need for `elements`."""
+    # an index of 8 bytes, and a value of up to 4 bytes if `out` has strides
+    return 12 * min(elements, PIECE)
+
+
+def cast(src: np.ndarray, out: np.ndarray) -> None:
+    """Fills `out` [m, n] with the values of `src` [m, n], rounded to even.
+
+    Values that are too large become infinite.
+    """
+    table = _table(src.dtype, out.dtype)
+    if table is None:
+        with np.errstate(all="ignore"):
+            np.copyto(out, src, casting="unsafe")
+        return
+    codes = src.view("u2")
+    for part in pieces(*src.shape):
+        # every code is in the table; mode="wrap" only avoids a buffer for `out`
+        table.take(codes[part], out=out[part], mode="wrap")
+
+
+def bfloat16_bits(bits: np.ndarray) -> np.ndarray:
+    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype("u2")
+
+
+def shift(src: np.ndarray, out: np.ndarray, offset: float) -> None:
+    """Fills `out` with the values of `src` plus `offset`.
+
+    The sum is computed in float32, in float64 if either side is, and rounded once more to the dtype
+    of `out`. In one dtype, w - 1 is exact for every w from 0.5 to 256, and so is its sum with 1.
+    """
+    wide = np.float64 if 8 in (src.dtype.itemsize, out.dtype.itemsize) else np.float32
+    with np.errstate(all="ignore"):
+        np.copyto(out, src.astype(wide) + wide(offset), casting="unsafe")
+
+
+def has_infinity(values: np.ndarray) -> bool:
+    """Whether any of at most PIECE float16 values is infinite, in a sixth of the time of isinf."""
+    return bool(((values.view("u2") & 0x7FFF) == 0x7C00).any())
+
+
+@functools.cache
+def _table(src: np.dtype, dst: np.dtype) -> np.ndarray | None:
+    """Returns each of the 65,536 codes of `src` as a `dst`; None if numpy's own cast is fast.
+
+    The table takes at most 256 KiB, which stay in L2. numpy's wheels for x86 cast float16 without
+    F16C: bfloat16 to float16 takes 3 to 5 ns per element, and 1.5 to 2 ns with the table.
+    """
+    if src == dst or src.itemsize != 2 or dst.itemsize > 4 or "float16" not in (src.name, dst.name):
+        return None
+    with np.errstate(all="ignore"):
+        return np.arange(1 << 16, dtype="u2").view(src).astype(dst)
+
+
+def pieces(m: int, n: int, most: int = PIECE) -> Iterator[tuple[slice, slice]]:
+    """Yields the slices that cut an [m, n] array into parts of at most `most` elements."""
+    rows = max(1, most // max(1, n))
+    for row in range(0, m, rows):
+        for column in range(0, n, most):
+            yield slice(row, row + rows), slice(column, column + most)

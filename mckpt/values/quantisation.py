@@ -24,8 +24,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mckpt.lazy import numpy as np
-from mckpt.values.casting import cast, pieces
-from mckpt.values.dtypes import itemsize, numpy_dtype
+from mckpt.values.dtypes import cast, itemsize, numpy_dtype, pieces
 
 CODES = "float8_e4m3fn"
 VALUES = "bfloat16"

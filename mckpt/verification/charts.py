@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mckpt.pages.markup import Markup, listed, say, section, table, tag
+from mckpt.pages.document import Markup, listed, say, section, table, tag
 from mckpt.verification.pair import say_sizes
 
 X_LABELS = 12  # at most, on an x axis

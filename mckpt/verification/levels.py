@@ -27,9 +27,9 @@ from typing import Any, Literal
 
 from mckpt import formats, launching
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning
-from mckpt.conversion.facts import most_dtype
+from mckpt.conversion.plan_data import most_dtype
 from mckpt.conversion.refusals import refuse_sizes
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MckptError, StorageError, UsageError
@@ -37,12 +37,16 @@ from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
 from mckpt.storage import sparse_copy
 from mckpt.verification import verdict
-from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
 from mckpt.verification.pair import Pair, Values, run_sizes, say_sizes
-from mckpt.verification.requirements import require_core
+from mckpt.verification.requirements import (
+    differing_dims,
+    dims_apart,
+    model_notes,
+    require_core,
+    unlike_dims,
+)
 from mckpt.verification.tokens import random_sequences, read_tokens, text_for
-from mckpt.verification.values import casts_between, compare_values, uncast
-from mckpt.verification.verdict import Verdict
+from mckpt.verification.verdict import Verdict, casts_between, compare_values, uncast
 
 LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512

@@ -1,16 +1,116 @@
-"""What a checkpoint requires of the installed megatron-core, found out before any model runs."""
+"""Checks before any model runs: the dims of a config.json against those of Megatron's args, and
+whether the installed megatron-core can run the checkpoint.
+"""
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
-from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
+from mckpt.errors import MappingError, MckptError, MissingExtra, SourceError, UsageError
+from mckpt.formats.megatron.interface import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, loads_at_its_sizes
-from mckpt.mapping import major_minor
+from mckpt.mapping import Dims, major_minor
 from mckpt.verification.pair import run_sizes
+
+# not compared: vocab_size may be padded, and max_positions does not change the result
+BOUNDS = ("vocab_size", "max_positions")
+
+
+def dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
+    """Returns the dims that differ between two checkpoints of any formats, without the padding of
+    the vocabulary and the longest sequence.
+    """
+    both = [name for name in left.dims if name in right.dims and name not in BOUNDS]
+    return [
+        _row(name, name, left.dims[name], right.dims[name])
+        for name in both
+        if not _same(left.dims[name], right.dims[name])
+    ]
+
+
+def model_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """Returns notes on a model that does not run as it is stored, and on dims that stock Megatron
+    computes differently although its args contain them. The trainer here follows the args.
+    """
+    found = right.mapping.inexact(left.dims)
+    quantised = [
+        "transformers runs on a copy of the Hugging Face side in bfloat16, dequantised by mckpt"
+    ] * left.opened.quantised
+    return [
+        *quantised,
+        *(f"{name}: {why}; this run follows the checkpoint's args" for name, why in found.items()),
+    ]
+
+
+def differing_dims(
+    left: Checkpoint, right: Checkpoint, window: bool = False
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns the dims that differ between the Megatron args and the config, and the reason if the
+    args could not be read.
+
+    window: also compare the sliding window. A run on a sequence that is longer than the window
+    shows a difference without this.
+    """
+    if right.args is None:
+        return [], None
+    vocabulary = {"vocab_size": left.dims["vocab_size"]}
+    try:
+        of_args = right.mapping.read(right.args, {}, f"args of {right.path}", vocabulary)
+    except MckptError as e:
+        return [], f"{e}"
+    expected = {**left.dims, **_written(right)}
+    skipped = BOUNDS if window else (*BOUNDS, "sliding_window")
+    dims = right.mapping.dims
+    return [
+        _row(n, ", ".join(dims[n].keys if n in dims else ()) or n, expected[n], of_args.get(n))
+        for n in left.dims
+        if n not in skipped and not _same(expected[n], of_args.get(n))
+    ], None
+
+
+def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """Returns sentences on the dims that --allow-inexact let a conversion write with another value
+    than its source has.
+    """
+    if left.is_megatron or right.args is None:
+        return []
+    return [
+        f"{name}: the config says {_plain(left.dims[name])}, and the args mean {_plain(value)}:"
+        f" --allow-inexact {name} was given when the checkpoint was made"
+        for name, value in _written(right).items()
+        if name in left.dims and not _same(left.dims[name], value)
+    ]
+
+
+def _written(right: Checkpoint) -> Dims:
+    """Returns the values of the args for dims that --allow-inexact accepted: a dialect writes the
+    true dims and reads them again.
+    """
+    if not right.model.accepted_dims:
+        return {}
+    dialect = right.mapping
+    dims = {**right.dims, **right.model.accepted_dims}
+    again = dialect.read(dialect.write(dims), {}, "args", {"vocab_size": dims["vocab_size"]})
+    return {name: again[name] for name in right.model.accepted_dims if name not in BOUNDS}
+
+
+def _row(name: str, arg: str, hf: Any, megatron: Any) -> dict[str, Any]:
+    """Returns the entry of a dim that differs, as plain data."""
+    return {"dim": name, "arg": arg, "hf": _plain(hf), "megatron": _plain(megatron)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6)
+    return bool(_plain(a) == _plain(b))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (tuple, list)) else value
+
 
 IMPLS = ("transformer_engine", "local")  # layer specs that the trainer builds
 

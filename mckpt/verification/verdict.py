@@ -1,12 +1,14 @@
 """Decides on two runs of one model: pass, fail with the place of the fault, or incomplete.
 
-Reads the arrays that the runs left, and runs nothing itself.
+Reads the arrays that the runs left and compares the stored values of the two checkpoints, with the
+casts that were made on the way. Runs no model itself.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +17,22 @@ from typing import Any
 import numpy as np
 
 from mckpt import errors
+from mckpt.checkpoint import comparison
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MckptError
-from mckpt.verification.locating import locate, say_where
+from mckpt.formats import carried
+from mckpt.progress import watched
 from mckpt.verification.measuring import (
     ROUNDING,
     SHARE,
     Runs,
+    locate,
     measure_coverage,
     measure_logits,
     measure_low_logits,
     measure_points,
     sample_logits,
+    say_where,
     select_positions,
     too_far,
 )
@@ -344,3 +351,62 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def compare_values(
+    left: Checkpoint, right: Checkpoint, cancel: threading.Event | None = None
+) -> Values:
+    """Compares all stored values of the two, the further copies of a tensor, and the padding of a
+    converted vocabulary.
+    """
+    found = diff_converted(left, right, cancel)
+    found.replicas = comparison.copies_apart((left, right), cancel)
+    # which pads with zeros
+    converted = right.is_megatron and right.files.from_hugging_face
+    return Values(found, right.reader.padding() if converted else [])
+
+
+def diff_converted(
+    left: Checkpoint, right: Checkpoint, cancel: threading.Event | None = None
+) -> comparison.Difference:
+    """Compares a checkpoint with one that was converted from it, or the other way round.
+
+    The manifests name the casts that were made on the way: the values must be equal to exactly
+    those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
+    """
+    if (
+        left.files.casts != right.files.casts
+        and left.files.casts[: len(right.files.casts)] == right.files.casts
+    ):
+        return _diff_casts(right, left, cancel).swapped()
+    return _diff_casts(left, right, cancel)
+
+
+def _diff_casts(
+    left: Checkpoint, right: Checkpoint, cancel: threading.Event | None
+) -> comparison.Difference:
+    made, always = casts_between(left, right), uncast(right)
+    return comparison.diff(
+        left,
+        right,
+        progress=watched(None, cancel),
+        casts=lambda name: always.get(left.reader.template(name), made),
+    )
+
+
+def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """Returns the dtypes to which the right side was cast after it was converted from the left one,
+    in order, from their manifests.
+    """
+    known = right.files.casts[: len(left.files.casts)] == left.files.casts
+    return right.files.casts[len(left.files.casts) :] if known else []
+
+
+def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Returns the logical templates that the checkpoint's mapping always stores in one dtype, and
+    that dtype; and those of tensors that are carried unchanged, which have none.
+    """
+    always = {
+        name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of
+    }
+    return always | {name: list[str]() for name in carried.shapes(checkpoint.layout.stored)}

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mckpt.geometry.packing import PACKINGS
-from mckpt.mapping import reading, rule_reading
+from mckpt.mapping import reading, rule
 from mckpt.mapping.schema import FOLDER
 from tests import matrix
 from tests.helpers import made_models
@@ -208,7 +208,7 @@ def test_a_page_that_is_not_true_fails(tmp_path: Path) -> None:
 def test_the_page_on_new_models_has_every_word_of_the_mapping_language() -> None:
     page = (ROOT / "docs" / "new-model.md").read_text()
     rows = set(re.findall(r"^\| `([\w-]+)` \|", page, re.M))
-    words = {*reading._TOP, *rule_reading._RULE, *reading._DIM, *PACKINGS, "is", "instead", "loads"}
+    words = {*reading._TOP, *rule._RULE, *reading._DIM, *PACKINGS, "is", "instead", "loads"}
     assert not words - rows, f"docs/new-model.md has no row for {', '.join(sorted(words - rows))}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mckpt import mapping
-from mckpt.cli import machine
+from mckpt.cli import doctor
 from mckpt.errors import MappingError
 from tests.helpers.commands import good, mckpt
 
@@ -57,7 +57,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, monkeypatch, "echo no driver; exit 9")
     assert "GPUs: unknown: nvidia-smi: no driver" in good("doctor").out
     program(tmp_path, monkeypatch, "exec sleep 60")
-    monkeypatch.setattr(machine, "SMI_LIMIT_S", 0.2)
+    monkeypatch.setattr(doctor, "SMI_LIMIT_S", 0.2)
     assert "timed out" in good("doctor", "--json").json["gpus_note"]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.inspection import stored_model
-from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.forms import Form

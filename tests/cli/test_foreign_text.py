@@ -13,7 +13,7 @@ import pytest
 
 from mckpt.containers import safe_pickle
 from mckpt.errors import SourceError, printable
-from mckpt.verification import card, report
+from mckpt.verification import report
 from mckpt.verification.verdict import Verdict
 from tests.helpers.commands import (
     PT,
@@ -191,7 +191,7 @@ def test_page_and_card_escape_foreign_text(made: Path, tmp_path: Path) -> None:
     page = report.page(verdict)
     assert "<script>" not in page
     assert all(line.isprintable() for line in page.split("\n"))
-    card.write(verdict, made / "hf", made / "megatron", None, tmp_path / "card.yaml")
+    report.write_card(verdict, made / "hf", made / "megatron", None, tmp_path / "card.yaml")
     assert all(line.isprintable() for line in (tmp_path / "card.yaml").read_text().split("\n"))
 
 

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from mckpt.cli import cli
-from mckpt.cli.environment import variables
+from mckpt.cli.commands import variables
 from tests.helpers.commands import good, mckpt, refused
 
 

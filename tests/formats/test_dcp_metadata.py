@@ -16,7 +16,7 @@ import pytest
 
 from mckpt.containers import dcp_metadata, torch_file
 from mckpt.containers import safe_pickle as sp
-from mckpt.containers.safe_pickle import scanning
+from mckpt.containers.safe_pickle import reading
 from mckpt.errors import MckptError, SourceError
 from tests.helpers.commands import emit
 from tests.helpers.lazy import torch
@@ -193,7 +193,7 @@ def test_many_chunks_are_read_fast():
     }
     theirs = pickle.dumps(kinds.Metadata({"a": described}, {"a": ("a",)}, stored))
     for data in (ours, theirs):
-        assert len(re.findall(scanning._OBJECT, data)) > 59_000  # 60,000 objects are in the file
+        assert len(re.findall(reading._OBJECT, data)) > 59_000  # 60,000 objects are in the file
         began = time.process_time()
         found = dcp_metadata.read_metadata(data)
         assert time.process_time() - began < 2

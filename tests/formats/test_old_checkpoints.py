@@ -15,7 +15,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.verification.requirements import require_core
 from tests.helpers import legacy_megatron, tiny

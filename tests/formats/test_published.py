@@ -11,7 +11,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import published
 from tests.helpers.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL

@@ -22,7 +22,7 @@ from mckpt.formats import carried
 from mckpt.formats.base import packed
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
-from mckpt.verification.values import compare_values
+from mckpt.verification.verdict import compare_values
 from tests.helpers import commands, made_models
 from tests.helpers.commands import good, restate
 from tests.helpers.tiny import write_json

@@ -84,9 +84,9 @@ def without_kernels() -> None:
     """Lets gated delta nets and Mamba layers be built without FLA and mamba_ssm, whose kernels no
     conversion calls.
     """
-    from mckpt.trainer import mamba
+    from mckpt.trainer import local_modules
 
-    mamba.install()
+    local_modules.install_mamba()
     from megatron.core.ssm import gated_delta_net
 
     for name, module in list(sys.modules.items()):

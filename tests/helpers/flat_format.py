@@ -26,8 +26,7 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
-from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.formats.megatron.interface import Common, MegatronRequest
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel

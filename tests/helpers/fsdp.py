@@ -14,7 +14,7 @@ from megatron.training import training
 from megatron.training.models import dist_utils
 from torch.distributed import DeviceMesh
 
-from mckpt.trainer import adam
+from mckpt.trainer import train
 
 
 def stub() -> None:
@@ -22,7 +22,7 @@ def stub() -> None:
     on_mesh = DeviceMesh.from_group
     # STUB: the device of the mesh
     DeviceMesh.from_group = lambda group, device_type, *a, **k: on_mesh(group, "cpu", *a, **k)
-    adam.install()
+    train.install_adam()
 
 
 def wrapped(args: Namespace, chunks: list[Any]) -> list[Any]:

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from mckpt.trainer import adam
+from mckpt.trainer import train
 
 FP8 = torch.float8_e4m3fn
 RANGES = {torch.float16: torch.finfo(torch.float16).max / 2, FP8: 448.0}
 
 
-class FusedAdam(adam.Adam):
+class FusedAdam(train.Adam):
     def __init__(
         self,
         params: Any,
@@ -118,7 +118,7 @@ class FusedAdam(adam.Adam):
             master = whole(parameter.detach(), master)
         copy = master.float().clone()
         copy.grad = gradient.float()
-        adam.update(copy, state, group)
+        train.adam_step(copy, state, group)
         for name, value in state.items():
             self.set_scaled_state(parameter, name, value)
         if low:

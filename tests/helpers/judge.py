@@ -71,7 +71,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt import launching
-from mckpt.trainer import build, cpu, forked, forward, load, save, train
+from mckpt.trainer import build, cpu, forked, load, save, train, worker
 from tests.helpers import bert_model
 
 TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
@@ -289,7 +289,7 @@ def keep_logits(
 ) -> None:
     if case.get("tokens"):
         bert_model.take_inputs_of_a_decoder(chunks, args)
-        logits = forward.logits(chunks, args, torch.tensor(case["tokens"]))
+        logits = worker.logits(chunks, args, torch.tensor(case["tokens"]))
         if rank == 0:
             np.save(out / f"{case['name']}.npy", logits.cpu().numpy())
 

@@ -68,7 +68,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.training import argument_utils, arguments, checkpointing, global_vars, initialize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mckpt.trainer import adam, build, cpu, forward, load, mamba
+from mckpt.trainer import build, cpu, load, local_modules, train, worker
 from tests.helpers.judge import Names, die_with, tear_down
 
 TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
@@ -208,7 +208,7 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     hybrid = getattr(args, "hybrid_layer_pattern", None)
     kind = "hybrid" if hybrid else "gpt"
     if "M" in (hybrid or ""):
-        mamba.install()  # STUB: the kernels of mamba_ssm
+        local_modules.install_mamba()  # STUB: the kernels of mamba_ssm
     config = getattr(argument_utils, f"{kind}_config_from_args")(args)
     result: dict[str, Any] = {"args": {name: getattr(args, name) for name in SHOWN}}
     if case["checkpoint"] is None:
@@ -252,7 +252,7 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         if args.multi_latent_attention:
             # STUB: Triton kernels; the config was checked with the flags of the launch line
             config.apply_rope_fusion = False
-        logits = forward.logits(
+        logits = worker.logits(
             [getattr(chunk, "module", chunk) for chunk in chunks],
             args,
             torch.tensor(case["tokens"]),
@@ -291,7 +291,7 @@ def optimizer_of(chunks: list[Any], args: Namespace) -> tuple[Any, Any]:
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.training import training
 
-    adam.install()  # STUB: Transformer Engine's FusedAdam
+    train.install_adam()  # STUB: Transformer Engine's FusedAdam
     config, overrides = training.get_megatron_optimizer_config(args)
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
     return optimizer, training.get_optimizer_param_scheduler(optimizer)

@@ -164,7 +164,7 @@ def optimizer_of(config: Any, model: Any, distributed: bool) -> Any:
     from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 
     sys.path.insert(0, str(HERE.parents[1]))
-    from mckpt.trainer.adam import Adam
+    from mckpt.trainer.train import Adam
 
     for module in (core_optimizer, distrib_optimizer):
         module.Adam = Adam

@@ -24,7 +24,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.geometry.parallel import Parallel

@@ -382,7 +382,7 @@ def test_the_layer_of_transformers_that_each_layer_is_a_part_of() -> None:
 
 
 def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> None:
-    from mckpt.trainer import forward, points
+    from mckpt.trainer import points, worker
 
     class Layer(torch.nn.Module):
         def __init__(self, number: int, part: str) -> None:
@@ -405,7 +405,7 @@ def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> 
         post_process=False,
     )
     recorder = points.Recorder()
-    forward.watch([chunk], recorder)
+    worker.watch([chunk], recorder)
     before = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = [before, *((before := layer(before)) for layer in layers)]

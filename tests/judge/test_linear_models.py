@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import made_models, tiny

@@ -15,7 +15,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification.levels import verify

@@ -277,7 +277,7 @@ def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(
     ],
 )
 def test_a_tensor_is_found_under_its_other_name(name: str, other: str) -> None:
-    from mckpt.trainer.names import other_name
+    from mckpt.trainer.load import other_name
 
     assert other_name(name, {other}) == other
     assert other_name(other, {name}) == name

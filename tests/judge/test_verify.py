@@ -16,8 +16,7 @@ from mckpt.geometry import packing
 from mckpt.geometry.packing import Shape
 from mckpt.verification import verdict
 from mckpt.verification.levels import Options, verify_all
-from mckpt.verification.values import compare_values
-from mckpt.verification.verdict import CLEAN, FAULT
+from mckpt.verification.verdict import CLEAN, FAULT, compare_values
 from tests.helpers import commands, tiny
 from tests.helpers.lazy import torch
 

@@ -12,7 +12,7 @@ import yaml
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
-from mckpt.verification.values import compare_values
+from mckpt.verification.verdict import compare_values
 from tests.helpers import commands, tiny
 from tests.helpers.lazy import torch
 from tests.helpers.tiny import TinyModel

@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt as package
-from mckpt.conversion import sending, store_journal, to_store
+from mckpt.conversion import store_journal, to_store
 from mckpt.errors import SourceError, UsageError
 from mckpt.execute import ranks as execute_ranks
 from mckpt.storage import addresses, sparse_copy, stores
@@ -414,7 +414,7 @@ def test_a_run_that_was_taken_for_dead_sends_nothing_more(cli, server, bucket, m
     small_groups(monkeypatch)
     assert "taken this run for dead" in cli("hf-to-megatron", SRC, "s3:m", *SIZES, code=6).err
     there = [name for name in server.keys(bucket) if name.startswith("m/")]
-    assert sum(name.endswith(".pt") for name in there) <= sending.FILES
+    assert sum(name.endswith(".pt") for name in there) <= to_store.FILES
     assert not any(name.endswith("mckpt.json") or "/.mckpt-" in name for name in there)
 
 

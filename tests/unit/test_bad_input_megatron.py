@@ -17,7 +17,7 @@ import mckpt as package
 from mckpt.containers import safe_pickle
 from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import chunked, torch_dist_writing
-from mckpt.formats.megatron.common_state import has_tensors
+from mckpt.formats.megatron.interface import has_tensors
 from tests.helpers.commands import (
     PT,
     TRACKER,

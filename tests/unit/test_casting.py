@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mckpt.execute.engine import Overflow
-from mckpt.values import casting
+from mckpt.values import dtypes
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from tests.unit.test_execute import RNG, copies, copy, run
 
@@ -42,14 +42,14 @@ def test_an_offset_of_1_goes_there_and_back_exactly_from_a_half_to_256(dtype):
     codes = np.arange(first, last + 1, 1 if kind.itemsize == 2 else 997)
     values = codes.astype(f"u{kind.itemsize}").view(kind).reshape(1, -1)
     less, back = np.empty_like(values), np.empty_like(values)
-    casting.shift(values, less, -1)
+    dtypes.shift(values, less, -1)
     assert np.array_equal(less.astype("f8"), values.astype("f8") - 1)
-    casting.shift(less, back, 1)
+    dtypes.shift(less, back, 1)
     assert np.array_equal(back, values)
     # below 0.5 a value has more digits than the numbers near -1
     values = np.array([[0.1]], kind)
-    casting.shift(values, less[:, :1], -1)
-    casting.shift(less[:, :1], back[:, :1], 1)
+    dtypes.shift(values, less[:, :1], -1)
+    dtypes.shift(less[:, :1], back[:, :1], 1)
     assert back[0, 0] != values[0, 0]
 
 
@@ -69,13 +69,13 @@ def test_pieces_cover_each_element_once():
     for shape in [
         (1, 1),
         (7, 10),
-        (3, casting.PIECE),
-        (2, casting.PIECE + 1),
-        (casting.PIECE + 1, 1),
-        (casting.PIECE // 3, 4),
+        (3, dtypes.PIECE),
+        (2, dtypes.PIECE + 1),
+        (dtypes.PIECE + 1, 1),
+        (dtypes.PIECE // 3, 4),
     ]:
         times = np.zeros(shape, "i8")
-        for part in casting.pieces(*shape):
-            assert times[part].size <= casting.PIECE
+        for part in dtypes.pieces(*shape):
+            assert times[part].size <= dtypes.PIECE
             times[part] += 1
         assert (times == 1).all()

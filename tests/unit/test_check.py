@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mckpt.checking.scanning import SLAB, Span, scan
+from mckpt.checking import SLAB, Span, scan
 from mckpt.containers import torch_file
 from mckpt.containers.dcp_metadata import read_metadata
 from tests.helpers.commands import PT, Pt, edit_json, emit, good, mckpt, refused, shard, write_shard

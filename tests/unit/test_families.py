@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import mckpt
 from mckpt.containers import safe_pickle, torch_file
-from mckpt.formats import shards
+from mckpt.formats import hf_files
 from mckpt.formats.megatron import torch as torch_format
 from mckpt.formats.megatron import torch_dist
 from mckpt.geometry.parallel import Parallel
@@ -306,7 +306,7 @@ def safetensors_of(path: Path) -> list[int]:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 400))
 def test_files_hold_the_tensors_in_order(sizes: list[int], most: int) -> None:
-    files = shards.cut(sizes, most)
+    files = hf_files.cut(sizes, most)
     assert files[0] == 0 and all(
         after - before in (0, 1) for before, after in itertools.pairwise(files)
     )

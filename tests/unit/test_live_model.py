@@ -14,9 +14,9 @@ import pytest
 import mckpt
 from mckpt import errors
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.megatron.torch_dist import TorchDist

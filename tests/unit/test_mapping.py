@@ -14,7 +14,7 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.checkpoint import inspection
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from tests.helpers import tiny
 from tests.helpers.tiny import TinyModel

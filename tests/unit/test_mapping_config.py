@@ -14,7 +14,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion.to_hf import choose_family
 from mckpt.errors import MappingError, UsageError
 from tests.helpers import made_models, tiny

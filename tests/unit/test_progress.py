@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mckpt.cli import progress
+from mckpt.cli import terminal
 from mckpt.progress import Progress
 from mckpt.verification import levels
 from mckpt.verification.verdict import Verdict
@@ -19,9 +19,9 @@ from tests.helpers.tiny import TinyModel
 
 def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     said: list[dict[str, float]] = []
-    events = progress.Events("writing", lambda text: said.append(json.loads(text)))
+    events = terminal.Events("writing", lambda text: said.append(json.loads(text)))
     for tenth in range(51):
         now[0] = 100 + tenth / 10
         events(Progress(tenth * 20, 1000, min(3, tenth // 17), 3))
@@ -35,8 +35,8 @@ def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatc
 
 def test_units_of_an_earlier_run_do_not_count_in_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    meter = progress.Meter()
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    meter = terminal.Meter()
     meter.read(Progress(900, 1000))
     now[0] = 1.0
     assert meter.read(Progress(910, 1000))["eta_s"] == 9.0
@@ -50,7 +50,7 @@ def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.M
     monkeypatch.setattr(
         rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=120)
     )
-    with progress.Line("writing") as line:
+    with terminal.Line("writing") as line:
         line.bar.refresh()
         assert "/?" not in shown.getvalue()
         line(Progress(500, 1000, 1, 2))
@@ -72,8 +72,8 @@ def test_a_narrow_terminal_keeps_the_numbers(
     monkeypatch.setattr(
         rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=width)
     )
-    monkeypatch.setattr(progress, "resident", lambda: 12_345 << 20)
-    with progress.Line("comparing") as line:
+    monkeypatch.setattr(terminal, "resident", lambda: 12_345 << 20)
+    with terminal.Line("comparing") as line:
         line(Progress(12_300_000_000, 123_400_000_000, 1234, 1234))
         shown.truncate(0)
         line.bar.refresh()

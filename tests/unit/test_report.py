@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mckpt.pages import markup
+from mckpt.pages import document
 from mckpt.verification import charts, report
 from mckpt.verification.verdict import Verdict
 
@@ -307,9 +307,9 @@ def test_scales_place_values() -> None:
             0 < len(charts.Scale.of(values, 0, 100, is_log).ticks(values)) < 12
             for is_log in (False, True)
         )
-    said = [*map(markup.say, (1.31130e-05, 12999.32, 4030.4, 0.0, 7, None, math.inf))]
+    said = [*map(document.say, (1.31130e-05, 12999.32, 4030.4, 0.0, 7, None, math.inf))]
     assert said == ["1.311e-05", "13,000", "4,030", "0", "7", "-", "inf"]
-    assert [*map(markup.share, (1.0, 0.99999, 0.7168, math.nan))] == [
+    assert [*map(document.share, (1.0, 0.99999, 0.7168, math.nan))] == [
         "100%",
         "99.99%",
         "71.68%",
@@ -374,7 +374,7 @@ def test_hostile_text_stays_text_and_nothing_comes_from_outside() -> None:
     assert (
         '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\\x00\\x1b\\u202e\\udcff' in bad.text
     )
-    assert markup.tag("p", class_='"><b>&') == '<p class="&quot;&gt;&lt;b&gt;&amp;"></p>'
+    assert document.tag("p", class_='"><b>&') == '<p class="&quot;&gt;&lt;b&gt;&amp;"></p>'
     assert not {"\x00", "\x1b", "\u202e", "\udcff"} & set(bad.page)
 
 

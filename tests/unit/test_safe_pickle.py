@@ -13,7 +13,7 @@ from collections import OrderedDict
 import pytest
 
 from mckpt.containers import safe_pickle as sp
-from mckpt.containers.safe_pickle import scanning
+from mckpt.containers.safe_pickle import reading
 from mckpt.errors import MckptError, PickleError
 from tests.helpers.commands import ROOT, python
 
@@ -367,7 +367,7 @@ def objects(rng, num):
 
 def refusal(data):
     try:
-        scanning.scan(data, "x")
+        reading.scan(data, "x")
         return None
     except PickleError as e:
         return str(e)
@@ -379,7 +379,7 @@ def by_opcode(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as only:
-            only.setattr(scanning, "_OBJECT", re.compile(b"(?!)"))
+            only.setattr(reading, "_OBJECT", re.compile(b"(?!)"))
             return function(*args)
 
     return call
@@ -406,7 +406,7 @@ def test_objects_have_the_effect_of_their_opcodes(seed, by_opcode):
         *(pickle.dumps(value, protocol) for protocol in (2, 4) for value in values),
     ]
     flat = [pickle.dumps(objects(rng, 40), 4) for _ in range(3)]
-    assert all(len(re.findall(scanning._OBJECT, data)) > 15 for data in flat)
+    assert all(len(re.findall(reading._OBJECT, data)) > 15 for data in flat)
     refused = 0
     for _ in range(1500):
         data = bytearray(rng.choice(plain + 3 * flat))

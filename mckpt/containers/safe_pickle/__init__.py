@@ -7,14 +7,20 @@ and filling it only records that (`Record`). Writing: an encoder of a dozen type
 module, emits the records as they were read. The same records, made by hand, write a new checkpoint.
 """
 
-from mckpt.containers.safe_pickle.namespaces import fields, namespace, plain
-from mckpt.containers.safe_pickle.reading import MAX_BYTES, loads, no_gc
-from mckpt.containers.safe_pickle.records import Global, Ordered, Record, Storage, glob, short
-from mckpt.containers.safe_pickle.scanning import as_pickle
-from mckpt.containers.safe_pickle.tensors import (
+from mckpt.containers.safe_pickle.reading import MAX_BYTES, as_pickle, loads, no_gc
+from mckpt.containers.safe_pickle.records import (
+    Global,
+    Ordered,
+    Record,
+    Storage,
     TensorView,
     as_tensor,
     contiguous,
+    fields,
+    glob,
+    namespace,
+    plain,
+    short,
     tensor,
     torch_dtype,
 )

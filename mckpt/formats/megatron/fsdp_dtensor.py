@@ -20,7 +20,7 @@ from typing import Any
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems, packed
-from mckpt.formats.megatron.dcp_directory import MODEL, has_keys, names_of, single_keys
+from mckpt.formats.megatron.chunked import MODEL, has_keys, names_of, single_keys
 from mckpt.formats.megatron.optimizer import MASTER, Optimizer
 from mckpt.formats.megatron.torch_dcp import States, TorchDcp, lay_out
 from mckpt.formats.megatron.torch_dist_writing import METADATA

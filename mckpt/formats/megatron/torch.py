@@ -33,7 +33,7 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
-from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.interface import Common, has_tensors
 from mckpt.formats.megatron.optimizer import (
     LAYER_WISE,
     Optimizer,

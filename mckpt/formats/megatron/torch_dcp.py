@@ -1,6 +1,6 @@
 """Megatron's `torch_dcp` format, which its trainer saves with --use-torch-fsdp2.
 
-The directory is one of torch.distributed.checkpoint (`dcp_directory`), without metadata.json and
+The directory is one of torch.distributed.checkpoint (`chunked`), without metadata.json and
 common.pt. A state dict of dicts and lists is stored; the names on the path to a value are its key:
 
     model.KEY                                a weight, under the name that its module has
@@ -23,16 +23,8 @@ from mckpt.containers.entries import Span
 from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems, Shown, best_choices, shapes_of
 from mckpt.formats.megatron import optimizer
-from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.dcp_directory import (
-    MODEL,
-    Directory,
-    has_keys,
-    listed,
-    names_of,
-    single_keys,
-)
-from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.formats.megatron.chunked import MODEL, Directory, has_keys, listed, names_of, single_keys
+from mckpt.formats.megatron.interface import Common, MegatronRequest
 from mckpt.formats.megatron.optimizer import MASTER, NOT_DISTRIBUTED, Optimizer, state_bound
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored

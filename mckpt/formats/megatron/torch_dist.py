@@ -33,9 +33,8 @@ from mckpt.formats.base import (
     shapes_of,
 )
 from mckpt.formats.megatron import optimizer
-from mckpt.formats.megatron.chunked import Chunked
-from mckpt.formats.megatron.common_state import Common, has_tensors
-from mckpt.formats.megatron.dcp_directory import MODEL, Directory, has_keys
+from mckpt.formats.megatron.chunked import MODEL, Chunked, Directory, has_keys
+from mckpt.formats.megatron.interface import Common, has_tensors
 from mckpt.formats.megatron.optimizer import BY_LAYERS, Optimizer, flat
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (

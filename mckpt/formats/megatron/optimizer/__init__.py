@@ -8,8 +8,8 @@ flat buffer.
 
 from __future__ import annotations
 
-from mckpt.formats.megatron.optimizer.chains import BY_LAYERS, is_matrix, is_muon, links
 from mckpt.formats.megatron.optimizer.state import (
+    BY_LAYERS,
     CURE,
     FULLY_RESHARDABLE,
     LAYER_WISE,
@@ -25,9 +25,12 @@ from mckpt.formats.megatron.optimizer.state import (
     decays,
     groups_of,
     holds_state,
+    is_matrix,
+    is_muon,
     is_state,
     is_wrapped,
     keys_of,
+    links,
     loads_at_its_sizes,
     next_group,
     prefix_of,

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, dtype_of, packed
-from mckpt.formats.megatron.optimizer.chains import is_matrix
-from mckpt.formats.megatron.optimizer.state import state_pieces
+from mckpt.formats.megatron.optimizer.state import is_matrix, state_pieces
 from mckpt.formats.megatron.torch_shards import instances, local
 from mckpt.geometry.box import Piece, clip
 from mckpt.geometry.packing import Packed

@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Problems, shapes_of
-from mckpt.formats.megatron.optimizer.chains import Link, links
 from mckpt.formats.megatron.optimizer.state import (
     CURE,
     LAYER_WISE,
     MASTER,
     NOT_DISTRIBUTED,
+    Link,
     Optimizer,
     decays,
     groups_of,
     is_undecayed,
+    links,
 )
 from mckpt.formats.megatron.optimizer.torch_reading import (
     KEYS,

@@ -25,15 +25,16 @@ from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
 from mckpt.formats.megatron.optimizer import buckets
-from mckpt.formats.megatron.optimizer.chains import Link, links
 from mckpt.formats.megatron.optimizer.state import (
     CURE,
     MASTER,
     MASTER_KEYS,
     NOT_DISTRIBUTED,
+    Link,
     Optimizer,
     decays,
     groups_of,
+    links,
     next_group,
     scalers_of,
     state_bound,

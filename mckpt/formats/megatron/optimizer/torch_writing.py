@@ -8,8 +8,7 @@ from typing import Any
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names
-from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.formats.megatron.interface import Common, MegatronRequest
 from mckpt.formats.megatron.optimizer.buckets import (
     Buffer,
     Parameter,
@@ -20,7 +19,6 @@ from mckpt.formats.megatron.optimizer.buckets import (
     optimizers,
     registered,
 )
-from mckpt.formats.megatron.optimizer.chains import links
 from mckpt.formats.megatron.optimizer.state import (
     MASTER,
     MASTER_KEYS,
@@ -28,6 +26,7 @@ from mckpt.formats.megatron.optimizer.state import (
     decays,
     is_undecayed,
     is_wrapped,
+    links,
     scaler_record,
     states_of,
 )

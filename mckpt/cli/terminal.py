@@ -1,17 +1,74 @@
-"""Progress and notes on stderr while a command runs: bytes, rate, time left, memory, files."""
+"""Standard streams and signals: prints texts, with URLs in place of their local copies and escapes
+in place of characters that would control a terminal; shows the progress of a command on stderr;
+ends a command as Ctrl-C does.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
-from mckpt.cli.echo import echo
-from mckpt.progress import OnProgress, Progress
+import click
+
+from mckpt.errors import Unprinted, Unreported, printable, shown
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mckpt.progress import OnProgress, Progress
+
+
+def echo(*lines: str, err: bool = False) -> None:
+    """Prints lines on stdout, or with `err` on stderr. A line break within one is escaped.
+
+    Raises Unprinted if stdout refuses them.
+    """
+    try:
+        click.echo("\n".join(printable(shown(line)) for line in lines), err=err)
+    except OSError as error:
+        raise Unprinted(f"stdout: cannot be written: {error.strerror or error}") from error
+
+
+def document(text: str, *, err: bool = False) -> None:
+    """Prints a text of several lines, such as a file, of which all line breaks are mckpt's own."""
+    echo(*text.removesuffix("\n").split("\n"), err=err)
+
+
+@contextmanager
+def reporting(path: str) -> Iterator[None]:
+    """Raises Unreported if stdout refuses what the block prints about the output at `path`."""
+    try:
+        yield
+    except Unprinted as error:
+        raise Unreported(f"{path}: is complete and in place; {error}") from error
+
+
+def named(path: Path) -> str:
+    """Returns a path as the user gave it: Path makes s3:/ of s3://."""
+    from mckpt.storage import addresses
+
+    return str(addresses.url_of(path) or path)
+
+
+def echo_outcome(state: str, start: float, facts: Mapping[str, Any], **places: Path) -> None:
+    """Prints on stdout, as one JSON object, how a command ended (docs/json.md).
+
+    start: `time.perf_counter()` when it began. places: what it read or wrote, by argument name.
+    """
+    import json
+
+    where = {name: named(path) for name, path in places.items()}
+    seconds = round(time.perf_counter() - start, 3)
+    echo(json.dumps({"state": state, **where, "seconds": seconds, **facts}))
+
 
 EVENT_S = 1.0  # seconds between two events
 # Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
@@ -167,3 +224,84 @@ def resident() -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:  # not Linux: the largest size so far
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# Ctrl-C; Kubernetes, Slurm and systemd; a terminal that was closed
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_caught: list[int] = []
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Makes the signals of ENDING raise Interrupted while the block runs.
+
+    By default SIGTERM and SIGHUP end this process alone, and its children go on running. A signal
+    that is ignored stays ignored: nohup ignores SIGHUP, and a shell SIGINT in the background. Only
+    the main thread can set signal handlers; in another thread this function does nothing.
+    """
+    before: dict[int, Any] = {}
+
+    def stop(number: int, frame: object) -> None:
+        _caught.append(number)
+        raise Interrupted(number)
+
+    _caught.clear()
+    with suppress(ValueError):  # not the main thread
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def caught() -> bool:
+    """Returns whether a signal has come. Python drops an exception that a signal handler raises
+    while an object is freed, so an endless loop calls this too.
+    """
+    return bool(_caught)
+
+
+def raise_caught() -> None:
+    """Raises Interrupted if a signal has come, even if the command ended normally because of it."""
+    if _caught:
+        raise Interrupted(_caught[-1])
+
+
+def open_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed; otherwise the next file would get
+    the number of the stream. Also makes stderr ignore errors, so that a conversion continues if
+    progress and notes cannot be printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)  # Python itself may have opened the file of its script there
+            if null != number:
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    raw = os.fdopen(2, "wb", closefd=False)
+    sys.stderr = _Forgiving(raw, sys.stderr.encoding, "backslashreplace", write_through=True)
+
+
+class _Forgiving(io.TextIOWrapper):
+    """A text stream whose errors are ignored."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()

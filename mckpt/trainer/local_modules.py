@@ -1,12 +1,18 @@
-"""The layers of a HybridModel as local modules, because megatron-core has a spec of them for
-Transformer Engine only.
+"""Modules of local layer specs, for models that megatron-core can build, run or train with
+Transformer Engine or mamba_ssm only: some attention and MLP modules, the layers of a HybridModel,
+and Mamba-2 layers in plain torch.
 
 The parameters have Transformer Engine's names and are cut like Transformer Engine's, in `torch`
 files too: stock Megatron-LM names and cuts them so whatever its args.transformer_impl.
+
+megatron-core computes Mamba-2 with the kernels of mamba_ssm alone, and reorders axes with einops.
+`install()` replaces the missing functions by those below. The scan takes one position after the
+other, as the definition of Mamba-2 does (arXiv 2405.21060, section 2), so it is slow.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import sys
@@ -16,9 +22,11 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -26,12 +34,16 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -39,13 +51,110 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.nn import functional as F
 
-from mckpt.trainer.local_spec import Attention, LatentAttention, Norm, normalise
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm over the last dimension, computed in fp32. The output has the input's
+    dtype.
+
+    It trains under sequence parallelism, like Transformer Engine's norm and unlike torch's, which
+    megatron-core uses in the local spec: every rank has the gradient of its own tokens only, and
+    finalize_model_grads adds the gradients of parameters marked as sequence_parallel.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        # a zero-centered weight is stored less 1
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
+        has_bias = config.normalization == "LayerNorm"
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if has_bias else None
+        parameter: Any  # gets the mark for finalize_model_grads
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalise(x, self.weight, self.bias, self.eps, self.offset)
+
+
+def normalise(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
+    """Returns LayerNorm of `x`, or RMSNorm if there is no bias, with `offset` added to the weight.
+    Computes in fp32; the result has the dtype of `x`.
+    """
+    weight = weight.float() + offset
+    if bias is None:
+        out = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
+    else:
+        out = torch.nn.functional.layer_norm(x.float(), weight.shape, weight, bias.float(), eps)
+    return out.type_as(x)
+
+
+class Attention(DotProductAttention):
+    """Attention whose heads of q and k may be wider than those of v, as in multi-latent attention.
+    megatron-core 0.16 passes the widths and refuses them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-latent attention with the modules of the spec.
+
+    megatron-core 0.19 replaces the norms and up projections of the spec, and refuses a model
+    without a latent of the queries in the local spec, because it builds the norms of the latents
+    only as a part of Transformer Engine's linears. Up to 0.18 the method below does not exist, and
+    megatron-core uses the modules of the spec.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = (
+            "linear_q_proj",
+            "linear_q_up_proj",
+            "linear_kv_up_proj",
+            "q_layernorm",
+            "kv_layernorm",
+        )
+        return {name: getattr(submodules, name, None) or IdentityOp for name in names}
+
+
+def with_own_modules(spec: Any) -> Any:
+    """Replaces megatron-core's modules in a local spec by `Norm`, `Attention` and
+    `LatentAttention`. Changes the spec, and returns it.
+    """
+    if spec is WrappedTorchNorm or spec is gpt_layer_specs.LNImpl:
+        return Norm
+    if spec is DotProductAttention:
+        return Attention
+    if spec is MLASelfAttention:
+        return LatentAttention
+    if isinstance(spec, list):
+        return [with_own_modules(item) for item in spec]
+    # ModuleSpec, and the submodules of each
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        for field in dataclasses.fields(spec):
+            if field.name != "params":
+                setattr(spec, field.name, with_own_modules(getattr(spec, field.name)))
+    return spec
 
 
 class NormedColumn(ColumnParallelLinear):
@@ -275,3 +384,98 @@ def _to_sequential(module: Any, state: dict[str, Any], prefix: str, *others: Any
             state[f"{prefix}local_experts.{expert}.{linear}{kind}"] = state.pop(name)
         elif re.fullmatch(re.escape(prefix) + r"linear_fc[12]\._extra_state", name):
             del state[name]
+
+
+def install_mamba() -> None:
+    """Replaces the functions of mamba_ssm and einops that cannot run here. May be called again."""
+    # mypy takes these names for constants, and a replacement for an error
+    mixer: Any = mamba_mixer
+    parallel: Any = mamba_context_parallel
+    if not mixer.HAVE_EINOPS:
+        mixer.HAVE_EINOPS = parallel.HAVE_EINOPS = True
+        mixer.rearrange = rearrange
+    if not mixer.HAVE_MAMBA_SSM or not torch.cuda.is_available():
+        mixer.HAVE_MAMBA_SSM, mixer.MAMBA_HAS_STATE_DTYPE = True, False
+        mixer.mamba_split_conv1d_scan_combined = convolve_and_scan
+        mixer.ExtendedRMSNorm = GroupNorm
+
+
+def rearrange(x: torch.Tensor, pattern: str) -> torch.Tensor:
+    """Reorders the axes of a tensor as einops does. A `1` is an axis of that size, which goes."""
+    before, after = (side.split() for side in pattern.split("->"))
+    x = x.squeeze(before.index("1")) if "1" in before else x
+    before = [axis for axis in before if axis != "1"]
+    return x.permute([before.index(axis) for axis in after])
+
+
+def convolve_and_scan(
+    zxbcdt: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    decay: torch.Tensor,
+    *,
+    D: torch.Tensor,  # the name in mamba_ssm
+    headdim: int,
+    ngroups: int,
+    **options: Any,
+) -> torch.Tensor:
+    """Returns the gated output of a Mamba-2, [batch, length, heads * headdim].
+
+    zxbcdt: [batch, length, z x B C dt], where z and x are [heads, headdim] and B and C are
+    [ngroups, state]. conv_weight: [x B C, kernel]. dt_bias, decay (negative) and D: [heads].
+    """
+    heads = len(decay)
+    width = heads * headdim
+    z, xbc, dt = zxbcdt.split([width, len(conv_weight), heads], dim=-1)
+    padded = F.pad(xbc.transpose(1, 2), (conv_weight.shape[1] - 1, 0))
+    convolved = F.conv1d(padded, conv_weight[:, None], conv_bias, groups=len(conv_weight))
+    state = (len(conv_weight) - width) // 2
+    x, b, c = F.silu(convolved).transpose(1, 2).float().split([width, state, state], dim=-1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (
+        each.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, dim=2)
+        for each in (b, c)
+    )
+    dt = F.softplus(dt.float() + dt_bias.float())
+    out = []
+    memory = x.new_zeros(len(x), heads, headdim, b.shape[-1])
+    for at in range(x.shape[1]):
+        step = dt[:, at, :, None, None]
+        taken = x[:, at, :, :, None] * b[:, at, :, None, :]
+        memory = torch.exp(step * decay.float()[:, None, None]) * memory + step * taken
+        out.append((memory * c[:, at, :, None, :]).sum(-1) + D.float()[:, None] * x[:, at])
+    y: torch.Tensor = torch.stack(out, dim=1).flatten(2) * F.silu(z.float())
+    return y.type_as(zxbcdt)
+
+
+class GroupNorm(torch.nn.Module):
+    """RMSNorm of each group of the gated output, computed in fp32 (mamba_ssm's RMSNormGated
+    without a gate). The tensor-parallel ranks hold whole groups.
+    """
+
+    tp_group: Any  # set by MambaMixer
+
+    def __init__(
+        self, width: int, *, eps: float, group_size: int, dtype: torch.dtype, **options: Any
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        normed = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2)
+        return (normed * self.weight.float()).type_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

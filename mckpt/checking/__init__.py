@@ -1,1 +1,0 @@
-"""Reads one checkpoint whole and says what is wrong with it."""
