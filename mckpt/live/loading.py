@@ -4,12 +4,16 @@ The plan is that of a conversion from the source to the model's layout. Each ran
 into its own weights, window by window:
 
     ranges of the source files --> staging memory of one window --> weights of this rank
+
+While a thread reads one window, the one that it read before is on its way to the device.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = 8  # most threads of a rank; more than a conversion's do not read faster
-WINDOW = 8 << 20  # bytes; the least that a thread reads at a time, unless the weights are fewer
+STAGING = 8 << 20  # bytes; the least that a thread has for two windows
+WINDOW = 8 << 20  # bytes; larger windows take longer to pin and do not move faster
 
 
 class Window(NamedTuple):
@@ -60,6 +65,7 @@ class Filling(NamedTuple):
 
     joined: Joined
     copies: np.ndarray  # those into this rank's weights, by their place
+    at: np.ndarray  # of each copy: its place
     padded: np.ndarray  # the places of this rank at which weights begin that have padding
     sources: list[str]
 
@@ -72,7 +78,7 @@ def load(
     threads: int = 0,
     broadcast: bool = False,
     optimizer: Any = None,
-) -> None:
+) -> dict[str, float]:
     """Fills the parameters of a live model from a checkpoint of any format. All ranks call it.
 
     Each rank reads only the byte ranges that its own parameters need. Values are cast to the
@@ -86,27 +92,52 @@ def load(
         others. Faster where storage is slower than the network.
     optimizer: its master copies are set to the new parameters afterwards.
 
+    Returns the seconds of each part of the work on this rank: "describe" (the model), "open" (the
+    source), "plan", "fill", "share" (with replicas), "optimizer"; and of all threads of "fill"
+    together, "read" and "wait" (for the device).
+
     Raises one error on all ranks: those of `mckpt.open`, and CoverError, SourceError or
     MappingError if the model and the checkpoint are not made of the same tensors. An error that
     occurs while bytes are read leaves parameters partly filled.
     """
     most = parse_size(max_memory, "--max-memory")
+    clock = _Clock()
     memory = own_result(lambda: Memory(model_chunks))
-    opened = own_result(lambda: opened_source(source))
     model = collected(memory, own=True)
+    clock.ends("describe")
+    opened = own_result(lambda: opened_source(source))
+    clock.ends("open")
     filling = own_result(lambda: plan(opened, model))
     release(model)
     windows = list(_windows(memory, filling, _window_bytes(most, _threads(threads, most))))
     mine = _readers(windows) if broadcast else np.ones(len(windows), bool)
     chosen = [window for window, own in zip(windows, mine, strict=True) if own]
-    gathered(lambda: _fill(chosen, filling, most, threads))
+    clock.ends("plan")
+    gathered(lambda: _fill(chosen, filling, most, threads, clock))
+    clock.ends("fill")
     if broadcast:
         _broadcast(windows)
     for part, other in ranks_of(model).copies:
         views = [memory.view(p.at, p.dtype, p.sizes, p.strides) for p in (other, part)]
         views[0].copy_(views[1])
+    clock.ends("share")
     if optimizer is not None:
         optimizer.reload_model_params()
+    clock.ends("optimizer")
+    return clock.seconds
+
+
+class _Clock:
+    """The seconds of the parts of a load."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def ends(self, part: str) -> None:
+        """Ends a part, which began when the one before it ended."""
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
 
 
 def opened_source(source: str | Path | Checkpoint) -> Checkpoint:
@@ -133,9 +164,18 @@ def plan(source: Checkpoint, model: Checkpoint) -> Filling:
     own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == rank_and_world()[0]]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
     copies = copies[np.argsort(copies["dst_at"], kind="stable")]
-    padded = [s.at[np.isin(s.file, own)] for s in layout.stored if s.padding]
-    places = np.sort(np.concatenate(padded)) if padded else np.zeros(0, "i8")
-    return Filling(joined, copies, places, list(map(str, source.layout.files)))
+    at = np.ascontiguousarray(copies["dst_at"])  # which numpy searches in less time
+    items = np.array([itemsize(c.target) for c in joined.casts], "i8")[copies["cast"]]
+    filled = np.append(0, np.cumsum(copies["rows"] * copies["run"] * items))
+    padded: list[int] = []
+    for s in (s for s in layout.stored if s.padding):
+        nbytes = s.numel * itemsize(s.dtype)
+        for start in s.at[np.isin(s.file, own)].tolist():
+            chosen = _slice(at, start, start + nbytes)
+            if filled[chosen.stop] - filled[chosen.start] < nbytes:
+                padded.append(start)
+    places = np.array(sorted(padded), "i8")
+    return Filling(joined, copies, at, places, list(map(str, source.layout.files)))
 
 
 def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
@@ -165,16 +205,18 @@ def _threads(threads: int, max_memory: int) -> int:
         raise UsageError(f"threads is {threads!r}, and must be a whole number from 0 on")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
-    found = min(threads or min(cores, THREADS), max_memory // (MEMORY + WINDOW))
+    found = min(threads or min(cores, THREADS), max_memory // (MEMORY + STAGING))
     if not found:
         raise UsageError(
-            f"--max-memory {max_memory}: one thread needs {MEMORY + WINDOW:,} bytes; raise it"
+            f"--max-memory {max_memory}: one thread needs {MEMORY + STAGING:,} bytes; raise it"
         )
     return found
 
 
 def _window_bytes(max_memory: int, threads: int) -> int:
-    return max_memory // threads - MEMORY
+    """Returns the bytes of a window: a power of two, because torch pins memory in such sizes."""
+    most = min(WINDOW, (max_memory // threads - MEMORY) // 2)
+    return 1 << most.bit_length() - 1
 
 
 def _windows(memory: Memory, filling: Filling, most: int) -> Iterator[Window]:
@@ -182,7 +224,7 @@ def _windows(memory: Memory, filling: Filling, most: int) -> Iterator[Window]:
     weights of the experts behind all others.
     """
     # a shard of the vocabulary may have padding only
-    at = np.sort(np.concatenate([filling.copies["dst_at"], filling.padded]))
+    at = np.sort(np.concatenate([filling.at, filling.padded]))
     filled = [w for w in memory.weights if _slice(at, w.at, w.at + w.nbytes)]
     for expert in (False, True):
         held: list[Weight] = []
@@ -235,23 +277,68 @@ def _broadcast(windows: Sequence[Window]) -> None:
             call(dist.broadcast, piece, dist.get_global_rank(group, number % size), group=group)
 
 
-def _fill(windows: Sequence[Window], filling: Filling, max_memory: int, threads: int) -> None:
+class _Staging:
+    """The memory of one thread for two windows: one is read while the other one is copied into the
+    weights, which a GPU does by itself.
+    """
+
+    def __init__(self, nbytes: int, after: torch.cuda.Stream | None) -> None:
+        """after: the stream whose work on the weights comes first, None without a GPU."""
+        import torch
+
+        self.stream: torch.cuda.Stream | None = None
+        self.read = self.waited = 0.0  # seconds
+        self._turn = 0
+        if after is not None:
+            torch.cuda.set_device(after.device)  # of this thread
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_stream(after)
+            self._events = torch.cuda.Event(), torch.cuda.Event()
+        self._halves = torch.empty((2, nbytes), dtype=torch.uint8, pin_memory=after is not None)
+
+    def free(self, nbytes: int) -> torch.Tensor:
+        """Waits until the older window has been copied, and returns its memory."""
+        self._turn ^= 1
+        if self.stream is not None:
+            self._events[self._turn].synchronize()
+        return self._halves[self._turn, :nbytes]
+
+    def send(self, window: Window) -> None:
+        """Begins to copy a window from the memory that `free` returned."""
+        import torch
+
+        staged = self._halves[self._turn]
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            for piece, start in window.pieces():
+                piece.copy_(staged[start : start + piece.numel()], non_blocking=True)
+        if self.stream is not None:
+            self._events[self._turn].record(self.stream)
+
+    def end(self) -> None:
+        """Waits until all windows have been copied."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+def _fill(
+    windows: Sequence[Window], filling: Filling, max_memory: int, threads: int, clock: _Clock
+) -> None:
     """Reads windows into the weights, in several threads."""
     import torch
 
     joined, count = filling.joined, _threads(threads, max_memory)
-    at = filling.copies["dst_at"]
-    staging: dict[int, torch.Tensor] = {}  # by the buffer of the thread
-    cuda = torch.cuda.is_available() and any(p.is_cuda for w in windows for p, _ in w.pieces())
-    device = torch.cuda.current_device() if cuda else None
+    at, largest = filling.at, max((w.end - w.start for w in windows), default=0)
+    most = min(_window_bytes(max_memory, count), largest)
+    device = windows[0].weights[0].tensor().device if windows else None
+    after = torch.cuda.current_stream(device) if device and device.type == "cuda" else None
+    staging: dict[int, _Staging] = {}  # by the buffer of the thread
 
     def work(number: int, buffer: memoryview, check: Any) -> None:
-        window = windows[number]
-        size = window.end - window.start
-        if id(buffer) not in staging or staging[id(buffer)].numel() < size:
-            most = min(_window_bytes(max_memory, count), max(w.end - w.start for w in windows))
-            staging[id(buffer)] = torch.empty(most, dtype=torch.uint8, pin_memory=cuda)
-        staged = staging[id(buffer)][:size]
+        started, window = time.perf_counter(), windows[number]
+        if (held := staging.get(id(buffer))) is None:
+            held = staging[id(buffer)] = _Staging(most, after)
+        staged = held.free(window.end - window.start)
+        free = time.perf_counter()
         first, last = window.weights[0], window.weights[-1]
         if _slice(filling.padded, first.at, last.at + last.nbytes):
             staged.zero_()  # the rows that no copy fills
@@ -262,14 +349,16 @@ def _fill(windows: Sequence[Window], filling: Filling, max_memory: int, threads:
             copies = within(copies, width, window.start, window.end)
         out = staged.numpy().data
         read(copies, joined.casts, joined.grids, filling.sources, window.start, out, buffer)
-        if device is not None:
-            torch.cuda.set_device(device)  # of this thread
-        for piece, start in window.pieces():
-            piece.copy_(staged[start : start + len(piece)], non_blocking=True)
-        if device is not None:
-            torch.cuda.current_stream().synchronize()  # the next window overwrites the staging
+        full = time.perf_counter()
+        held.send(window)
+        held.read += full - free
+        held.waited += free - started + time.perf_counter() - full
 
     try:
         ThreadPool(count, count * MEMORY).each(range(len(windows)), work)
     except Overflow as e:
         raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
+    for held in staging.values():
+        held.end()
+    clock.seconds["read"] = sum(held.read for held in staging.values())
+    clock.seconds["wait"] = sum(held.waited for held in staging.values())
