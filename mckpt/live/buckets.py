@@ -6,12 +6,14 @@ them into a segment, copy by copy:
 
     bucket   [segment of rank 0 | segment of rank 2]      --> tensors, by the same copies
               q rows 0..8, k rows 0..4    q rows 8..16
+
+A part that all receivers hold is not sent: each of them copies it from its own memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ from mckpt.values.dtypes import itemsize
 FILE = 44  # bits of a byte's place in a file of 16 TiB
 BUCKET = 1 << 30  # bytes of a bucket by default; it grows to the size of the largest tensor
 ALIGN = 16  # bytes; each segment begins at a multiple of this
+OWN = -1  # in the place of a rank: each receiver holds the elements itself
 UNEVEN = 1.25  # segments are padded to one size where a bucket grows by at most this factor
 
 # which tensors a rank receives: None for every rank, the number of the only one, or a function
@@ -67,8 +70,8 @@ class Bucket(NamedTuple):
     to: frozenset[int]
     copies: np.ndarray  # of COPY, in the order of the segments
     tensor: np.ndarray  # of each copy: the number of its tensor in the bucket
-    rank: np.ndarray  # of each copy: the rank that holds its elements
-    at: np.ndarray  # of each copy: its first byte in the bucket
+    rank: np.ndarray  # of each copy: the rank that sends its elements, or OWN
+    at: np.ndarray  # of each copy that is sent: its first byte in the bucket
     segments: dict[int, tuple[int, int]]  # rank -> the first byte of its segment, and its size
     nbytes: int
 
@@ -77,16 +80,22 @@ class Buckets(NamedTuple):
     """The plan of an export."""
 
     config: dict[str, Any]  # of the Hugging Face directory
-    joined: Joined
+    joined: Joined  # source places of copies are those of this rank, where it holds the elements
     listed: list[Bucket]
     most: int  # bytes of a bucket
 
 
 def plan(
-    model: Checkpoint, target: TargetOptions, most: int | None, to: To, slices: bool, world: int
+    model: Checkpoint,
+    target: TargetOptions,
+    most: int | None,
+    to: To,
+    slices: bool,
+    world: int,
+    own: int,
 ) -> Buckets:
-    """Returns the plan that sends the model's tensors in buckets of at most `most` bytes, to which
-    the alignment of the segments may add ALIGN for each rank.
+    """Returns the plan by which the rank `own` sends the model's tensors in buckets of at most
+    `most` bytes, to which the alignment of the segments may add ALIGN for each rank.
 
     Raises the errors of a conversion to Hugging Face, and UsageError for a tensor that is larger
     than a bucket, unless `slices` allows to cut it.
@@ -106,19 +115,21 @@ def plan(
     block = (WRITTEN[target.quantize].block[0] if target.quantize else None) or 1
     tensors: list[Tensor] = []
     for row, at in rows:
-        count, own = row.shape[0] if row.shape else 1, row.key in names
-        width, unit = row.nbytes // max(count, 1), block if own else 1
+        count, quantise = row.shape[0] if row.shape else 1, row.key in names
+        width, unit = row.nbytes // max(count, 1), block if quantise else 1
         step = _step(count, width, unit, most)
         if step < count:
             _refuse_large(row, width * unit, most, slices, step)
         for first in range(0, count, step):
             shape = (min(step, count - first), *row.shape[1:]) if row.shape else ()
             place, ranks = at + first * width, receivers[row.key]
-            tensors.append(Tensor(row.key, row.dtype, shape, first, row.shape, place, own, ranks))
+            tensors.append(
+                Tensor(row.key, row.dtype, shape, first, row.shape, place, quantise, ranks)
+            )
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
-    buckets = list(_buckets(tensors, joined, model, most // 2))
+    buckets = list(_buckets(tensors, joined, model, most // 2, own))
     return Buckets(json.loads(export.config), joined, buckets, most)
 
 
@@ -199,7 +210,7 @@ def _cut(layout: Layout, units: Mapping[str, int], most: int) -> Layout:
 
 
 def _buckets(
-    tensors: list[Tensor], joined: Joined, model: Checkpoint, most: int
+    tensors: list[Tensor], joined: Joined, model: Checkpoint, most: int, own: int
 ) -> Iterator[Bucket]:
     """Yields the buckets: tensors of the same receivers, in the order of their places.
 
@@ -211,9 +222,7 @@ def _buckets(
     tensor = np.searchsorted(starts, where, "right") - 1
     items = np.array([itemsize(cast.target) for cast in joined.casts], "i8")[copies["cast"]]
     nbytes = copies["rows"] * copies["run"] * items
-    held = ranks_of(model)
-    ranks = np.array([held.rank_of(file) for file in range(len(held.files))], "i4")
-    rank = ranks[copies["src_file"]]
+    rank = _senders(copies, [t.to for t in tensors], tensor, model, own)
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
@@ -233,6 +242,41 @@ def _buckets(
         yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items, 2 * most)
 
 
+def _senders(
+    copies: np.ndarray,
+    receivers: Sequence[frozenset[int]],
+    tensor: np.ndarray,
+    model: Checkpoint,
+    own: int,
+) -> np.ndarray:
+    """Returns the rank that sends the elements of each copy, or OWN if all that receive its tensor
+    hold them; then the copy gets the place where the rank `own` has them, if it is one of these.
+
+    receivers: of each tensor. tensor: the number of each copy's tensor.
+    """
+    ranks = ranks_of(model)
+    starts, held, shifts = [], [], []
+    for at, same in ranks.holders.items():
+        name, start, _ = ranks.metadata.items[at]
+        starts.append((ranks.number[name] << FILE) + start)
+        held.append(frozenset(rank for rank, _ in same))
+        shifts.append(next((part.at - start for rank, part in same if rank == own), 0))
+    order = np.argsort(np.array(starts, "i8"))
+    source = (copies["src_file"].astype("i8") << FILE) + copies["src_at"]
+    part = order[np.searchsorted(np.array(starts, "i8")[order], source, "right") - 1]
+    every, wanted = dict.fromkeys(held), dict.fromkeys(receivers)
+    covers = np.array([[to <= ranks for ranks in every] for to in wanted], bool)
+    number = {ranks: i for i, ranks in enumerate(every)}
+    of_part = np.array([number[ranks] for ranks in held], "i4")
+    number = {to: i for i, to in enumerate(wanted)}
+    of_tensor = np.array([number[to] for to in receivers], "i4")
+    inside = covers[of_tensor[tensor], of_part[part]]
+    receives = np.array([own in to for to in receivers], bool)[tensor]
+    copies["src_at"] += np.where(inside & receives, np.array(shifts, "i8")[part], 0)
+    senders = np.array([ranks.rank_of(file) for file in range(len(ranks.files))], "i4")
+    return np.where(inside, OWN, senders[copies["src_file"]])
+
+
 def _bucket(
     numbers: list[int],
     tensors: list[Tensor],
@@ -248,7 +292,7 @@ def _bucket(
     that each copy is aligned.
 
     order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. rank, items: of each
-    copy, the rank that holds its elements, and the bytes of one. most: bytes to which segments of
+    copy, the rank that sends its elements, and the bytes of one. most: bytes to which segments of
     one size may come.
     """
     rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
@@ -257,20 +301,20 @@ def _bucket(
     by_rank = np.lexsort((-items[chosen], rank[chosen]))
     chosen, tensor = chosen[by_rank], tensor[by_rank]
     held, sizes = rank[chosen], copies["rows"][chosen] * copies["run"][chosen] * items[chosen]
-    at = np.cumsum(sizes) - sizes
-    holders, firsts = np.unique(held, return_index=True)
-    lasts = [*firsts[1:].tolist(), len(held)]
-    needed = [
-        -(-int(sizes[first:last].sum()) // ALIGN) * ALIGN
-        for first, last in zip(firsts, lasts, strict=True)
-    ]
+    at = np.zeros(len(chosen), "i8")
+    of_rank = {
+        one: slice(*np.searchsorted(held, [one, one + 1]).tolist())
+        for one in np.unique(held).tolist()
+        if one != OWN
+    }
+    needed = [-(-int(sizes[part].sum()) // ALIGN) * ALIGN for part in of_rank.values()]
     # one collective sends segments of one size, faster than others
     even = len(to) * max(needed, default=0)
-    if to == set(holders.tolist()) and even <= min(most, UNEVEN * sum(needed)):
+    if to == of_rank.keys() and even <= min(most, UNEVEN * sum(needed)):
         needed = [max(needed)] * len(needed)
     segments, start = {}, 0
-    for one, first, last, size in zip(holders.tolist(), firsts, lasts, needed, strict=True):
-        at[first:last] += start - at[first]
+    for (one, part), size in zip(of_rank.items(), needed, strict=True):
+        at[part] = start + np.cumsum(sizes[part]) - sizes[part]
         segments[one] = start, size
         start += size
     return Bucket(

@@ -105,11 +105,15 @@ class Memory:
         """Forgets where the weights were: `view` looks for them again."""
         self._flat.clear()
 
+    def number(self, place: int) -> int:
+        """Returns the number of the weight that has a place."""
+        return bisect_right(self._places, place) - 1
+
     def view(
         self, place: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
         """Returns elements of a weight. `place` is that of the first one; strides are elements."""
-        number = bisect_right(self._places, place) - 1
+        number = bisect_right(self._places, place) - 1  # not by a call, which would take as long
         weight = self.weights[number]
         if (flat := self._flat.get((number, dtype))) is None:
             import torch

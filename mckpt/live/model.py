@@ -71,6 +71,7 @@ class Ranks(Chunked):
                 same.append((rank, part))
         if problems:
             raise SourceError.of("the ranks do not hold parts of one model:", problems)
+        self.holders = holders  # (key, offset) of a part -> the ranks that hold it, and their parts
         items: dict[tuple[str, Any], tuple[str, int, int]] = {}
         # (place of the part that is taken, place of another copy) of parts that `own` has twice
         self.copies: list[tuple[Part, Part]] = []

@@ -4,7 +4,6 @@ again and again: the plan is made once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,8 +15,8 @@ from mckpt.geometry.join import Cast
 from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release
+from mckpt.live.steps import Moves, Steps, steps_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
-from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import LARGEST
 from mckpt.values.sizes import parse_size
 
@@ -97,12 +96,24 @@ class Sync:
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
-        self._plan = own_result(lambda: plan(model, target, most, to, slices, self.world))
+        self._plan = own_result(
+            lambda: plan(model, target, most, to, slices, self.world, self.rank)
+        )
         release(model)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.weights[0].tensor().device
         casts = self._plan.joined.casts
-        self._steps = [_steps(bucket, casts, self.rank) for bucket in self._plan.listed]
+        # whether a value may not fit into its dtype, which all ranks learn at the end
+        self._checks = bool(quantize) or any(self._overflows(cast) for cast in casts)
+        weight_of = self.memory.number
+        self._steps = [
+            steps_of(bucket, casts, self.rank, weight_of, self._is_special)
+            for bucket in self._plan.listed
+        ]
+        # memory of one size for most buckets, which torch's allocator can give again and again
+        small = [s for s in self._steps if s.buffer + s.made <= self._plan.most]
+        room = max((s.buffer for s in small), default=0), max((s.made for s in small), default=0)
+        self._steps = [_with_room(steps, *room) for steps in self._steps]
 
     @property
     def names(self) -> list[str]:
@@ -120,31 +131,40 @@ class Sync:
         """
         self.memory.refresh()
         self._bad: list[tuple[str, torch.Tensor]] = []  # what was infinite: name, and a flag
-        sent: _Sent | None = None
+        sent: list[_Sent] = []
         for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
-            if sent and sent.steps.nbytes + bucket.nbytes > 2 * self._plan.most:
-                yield from self._tensors(sent)
-                sent = None
-            following = self._send(bucket, steps)
-            if sent:
-                yield from self._tensors(sent)
-            sent = following
+            if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
+                yield from self._tensors(sent.pop())
+            sent.append(self._send(bucket, steps))
+            if len(sent) > 1:
+                yield from self._tensors(sent.pop(0))
         if sent:
-            yield from self._tensors(sent)
-        gathered(self._check)
+            yield from self._tensors(sent.pop())
+        if self._checks:
+            gathered(self._check)
         self.memory.refresh()
 
     def _check(self) -> None:
-        found = [name for name, flag in self._bad if flag.item()]
+        import torch
+
+        flags = torch.stack([flag for _, flag in self._bad]).tolist() if self._bad else []
+        found = [name for (name, _), flag in zip(self._bad, flags, strict=True) if flag]
         self._bad.clear()
         if found:
             raise UsageError.of(
                 "tensors have values that their dtype cannot hold; give another dtype, or"
                 " allow_overflow=True, which makes them infinite:",
-                found,
+                list(dict.fromkeys(found)),
             )
 
-    def _send(self, bucket: Bucket, steps: _Steps) -> _Sent:
+    def _overflows(self, cast: Cast) -> bool:
+        """Returns whether finite values may become infinite that must not."""
+        return cast.target == "float16" != cast.source and not self.allow_overflow
+
+    def _is_special(self, cast: Cast) -> bool:
+        return bool(cast.offset) or self._overflows(cast)
+
+    def _send(self, bucket: Bucket, steps: Steps) -> _Sent:
         """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
         the bucket.
         """
@@ -153,21 +173,18 @@ class Sync:
 
         start, size = bucket.segments.get(self.rank, (0, 0))
         receives = self.rank in bucket.to
-        buffer = torch.empty(
-            bucket.nbytes if receives else size, dtype=torch.uint8, device=self._device
-        )
-        own = buffer[start : start + size] if receives else buffer
-        self._pack(bucket, steps, own)
+        buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self._device)
+        self._copy(steps.send, bucket, buffer)
+        own = buffer[start : start + size] if receives else buffer[:size]
         parts = {
             rank: buffer[at : at + count] if receives else own
             for rank, (at, count) in bucket.segments.items()
         }
         works: list[Any] = []
-        if self.world == 1:
-            pass
-        elif len(bucket.to) == self.world:
+        if len(bucket.to) == self.world:
             if len(parts) == self.world and size * self.world == bucket.nbytes:
-                works = [call(dist.all_gather_into_tensor, buffer, own, async_op=True)]
+                whole = buffer[: bucket.nbytes]
+                works = [call(dist.all_gather_into_tensor, whole, own, async_op=True)]
             elif dist.get_backend() == "nccl" and len(parts) > 1:
                 every = [parts.get(rank, buffer[:0]) for rank in range(self.world)]
                 works = [call(dist.all_gather, every, own, async_op=True)]
@@ -192,51 +209,62 @@ class Sync:
                     messages.append(dist.P2POp(dist.irecv, part, rank))
         return messages
 
-    def _pack(self, bucket: Bucket, steps: _Steps, segment: torch.Tensor) -> None:
-        """Fills this rank's segment."""
-        given, wanted = [], []
-        pieces = _pieces(segment, 0, steps.runs.get(self.rank, []))
-        for place, (at, shape, strides, cast, number) in zip(pieces, steps.own, strict=True):
-            view = self.memory.view(at, cast.source, shape, strides)
-            place = place.view(shape)
-            if not cast.offset and cast.target != "float16":
-                given.append(view)
-                wanted.append(place)
+    def _copy(
+        self,
+        listed: list[Moves],
+        bucket: Bucket,
+        target: torch.Tensor,
+        source: torch.Tensor | None = None,
+    ) -> None:
+        """Does copies into `target`, from the memory `source` or else from the weights."""
+        import torch
+
+        for cast, several, moves in listed:
+            into = target.view(getattr(torch, cast.target))
+            wanted = [into.as_strided(m.shape, m.dst_strides, m.dst) for m in moves]
+            if source is None:
+                view = self.memory.view
+                given = [view(m.src, cast.source, m.shape, m.src_strides) for m in moves]
+            else:
+                out_of = source.view(getattr(torch, cast.source))
+                given = [out_of.as_strided(m.shape, m.src_strides, m.src) for m in moves]
+            if several:
+                torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
-            place.copy_(_shifted(view, cast))
-            if cast.target == "float16" and not self.allow_overflow:
-                flag = (place.isinf() & view.isfinite()).any()
-                self._bad.append((bucket.tensors[number].name, flag))
-        _copy_all(wanted, given)
+            for m, place, values in zip(moves, wanted, given, strict=True):
+                place.copy_(_shifted(values, cast))
+                if self._overflows(cast):
+                    flag = (place.isinf() & values.isfinite()).any()
+                    self._bad.append((bucket.tensors[m.tensor].name, flag))
 
     def _tensors(self, sent: _Sent) -> Iterator[Any]:
         """Waits for a bucket, and yields its tensors if this rank receives them."""
+        tensors = self._received(sent)
+        listed = sent.bucket.tensors
+        del sent  # the memory of a bucket whose tensors have been made
+        for tensor, whole in zip(listed, tensors, strict=False):
+            if self.scheme is None and not self.slices:
+                yield tensor.name, whole
+                continue
+            for name, form, first, shape in self._forms(tensor, whole):
+                yield Slice(name, form, first, shape) if self.slices else (name, form)
+
+    def _received(self, sent: _Sent) -> list[torch.Tensor]:
+        """Waits for a bucket, and returns its tensors, none if this rank does not receive them."""
         import torch
 
         for work in sent.works:
             call(work.wait)
         bucket, steps = sent.bucket, sent.steps
-        if self.rank not in bucket.to:
-            return
-        pieces = [
-            piece
-            for rank, (at, _) in bucket.segments.items()
-            for piece in _pieces(sent.buffer, at, steps.runs[rank])
-        ]
-        tensors, given, wanted = [], [], []
-        for tensor, parts in zip(bucket.tensors, steps.parts, strict=True):
-            if isinstance(parts, int):
-                tensors.append(pieces[parts].view(tensor.shape))
-                continue
-            dtype = getattr(torch, tensor.dtype)
-            tensors.append(torch.empty(tensor.shape, dtype=dtype, device=self._device))
-            for number, shape, strides, start in parts:
-                wanted.append(tensors[-1].as_strided(shape, strides, start))
-                given.append(pieces[number].view(shape))
-        _copy_all(wanted, given)
-        for tensor, whole in zip(bucket.tensors, tensors, strict=True):
-            for name, form, first, shape in self._forms(tensor, whole):
-                yield Slice(name, form, first, shape) if self.slices else (name, form)
+        made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
+        self._copy(steps.own, bucket, made)
+        self._copy(steps.receive, bucket, made, sent.buffer)
+        memory = {True: made, False: sent.buffer}
+        typed = {
+            (is_made, dtype): memory[is_made].view(getattr(torch, dtype))
+            for is_made, dtype in {(view.made, view.dtype) for view in steps.views}
+        }
+        return [typed[v.made, v.dtype].as_strided(v.shape, v.strides, v.start) for v in steps.views]
 
     def _forms(
         self, tensor: Tensor, whole: torch.Tensor
@@ -261,80 +289,20 @@ def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
     return Sync(model_chunks, **options)()
 
 
-class _Steps(NamedTuple):
-    """The work of this rank for a bucket, which is the same at each call and is therefore listed
-    once. A piece is the range of a segment that has the elements of one copy, without gaps.
-    """
-
-    # of each rank's segment: neighbours of one dtype, and the number of elements of each piece
-    runs: dict[int, list[tuple[str, list[int]]]]
-    # of each piece of this rank: the place, shape and strides of its elements in the model, their
-    # cast, and the number of the tensor
-    own: list[tuple[int, tuple[int, ...], tuple[int, ...], Cast, int]]
-    # of each tensor: the piece that is all of it; or for each piece its number, and its shape,
-    # strides and first element in the tensor
-    parts: list[int | list[tuple[int, tuple[int, ...], tuple[int, ...], int]]]
-    nbytes: int  # of the bucket, and of the tensors that have several pieces
-
-
 class _Sent(NamedTuple):
     """A bucket on its way."""
 
     bucket: Bucket
-    steps: _Steps
-    buffer: torch.Tensor  # all segments on a rank that receives them, else its own
+    steps: Steps
+    buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
     works: list[Any]  # of torch.distributed
 
 
-def _steps(bucket: Bucket, casts: Sequence[Cast], rank: int) -> _Steps:
-    """Returns what a rank does for a bucket."""
-    names = bucket.copies.dtype.names
-    assert names is not None
-    columns = {name: bucket.copies[name].tolist() for name in names}
-    runs: dict[int, list[tuple[str, list[int]]]] = {}
-    own: list[Any] = []
-    parts: list[Any] = [[] for _ in bucket.tensors]
-    of_tensor = bucket.tensor.tolist()
-    for i, holder in enumerate(bucket.rank.tolist()):
-        cast, shape = casts[columns["cast"][i]], (columns["rows"][i], columns["run"][i])
-        run = runs.setdefault(holder, [])
-        if not run or run[-1][0] != cast.target:
-            run.append((cast.target, []))
-        run[-1][1].append(math.prod(shape))
-        if holder == rank:
-            strides = _strides(columns, "src", i, itemsize(cast.source))
-            own.append((columns["src_at"][i], shape, strides, cast, of_tensor[i]))
-        width = itemsize(cast.target)
-        start = (columns["dst_at"][i] - bucket.tensors[of_tensor[i]].byte) // width
-        parts[of_tensor[i]].append((i, shape, _strides(columns, "dst", i, width), start))
-    nbytes = bucket.nbytes
-    for number, (tensor, pieces) in enumerate(zip(bucket.tensors, parts, strict=True)):
-        if len(pieces) == 1 and (shape := pieces[0][1]) and _in_order(shape, pieces[0][2]):
-            parts[number] = pieces[0][0]
-        else:
-            nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
-    return _Steps(runs, own, parts, nbytes)
-
-
-def _strides(columns: dict[str, list[int]], side: str, i: int, width: int) -> tuple[int, int]:
-    return columns[side + "_pitch"][i] // width, columns[side + "_step"][i] // width
-
-
-def _in_order(shape: tuple[int, int], strides: tuple[int, int]) -> bool:
-    """Returns whether elements of two axes lie one after the other."""
-    return (strides[1] == 1 or shape[1] == 1) and (strides[0] == shape[1] or shape[0] == 1)
-
-
-def _pieces(
-    buffer: torch.Tensor, at: int, runs: list[tuple[str, list[int]]]
-) -> Iterator[torch.Tensor]:
-    """Yields the pieces of a segment that begins at a byte of a buffer, each as one axis."""
-    import torch
-
-    for dtype, counts in runs:
-        size = sum(counts) * itemsize(dtype)
-        yield from buffer[at : at + size].view(getattr(torch, dtype)).split_with_sizes(counts)
-        at += size
+def _with_room(steps: Steps, buffer: int, made: int) -> Steps:
+    """Returns steps with memory of these sizes, unless they need more, or none."""
+    if steps.buffer > buffer or steps.made > made:
+        return steps
+    return steps._replace(buffer=steps.buffer and buffer, made=steps.made and made)
 
 
 def _shifted(view: torch.Tensor, cast: Cast) -> torch.Tensor:
@@ -345,14 +313,6 @@ def _shifted(view: torch.Tensor, cast: Cast) -> torch.Tensor:
         return view
     wide = torch.float64 if "float64" in (cast.source, cast.target) else torch.float32
     return view.to(wide) + cast.offset
-
-
-def _copy_all(wanted: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-    """Copies and casts each tensor of a list, in as few kernels as torch can."""
-    import torch
-
-    if wanted:
-        torch._foreach_copy_(wanted, given)
 
 
 def _quantised(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mckpt import errors
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import files, ray_tasks, units
+from mckpt.execute import files, ray_tasks, reading, units
 from mckpt.execute.engine import execute
 from mckpt.geometry.join import COPY, Cast
 from mckpt.progress import Progress
@@ -545,3 +545,25 @@ def test_spans_are_read_with_few_calls(tmp_path, monkeypatch, most):
     with pytest.raises(SourceError, match="truncated: wanted 20 bytes at 1999990, got 10"):
         files.read_spans(fd, [(1_999_990, memoryview(bytearray(20)))], "file")
     os.close(fd)
+
+
+@pytest.mark.parametrize("wide", [1000, 40_000])  # bytes from row to row: near and far apart
+@pytest.mark.parametrize("kind", [*SAME, ("bfloat16", "float32")])
+def test_columns_are_read_into_memory(tmp_path: Path, wide: int, kind: tuple[str, str]) -> None:
+    """Windows begin and end within rows; bytes around the elements stay as they are."""
+    source, (rows, left, run, gap) = tmp_path / "source", (21, 90, 150, 6)
+    data = RNG.integers(0, 1 << 14, (rows, wide // 2), "u2")
+    source.write_bytes(data.tobytes())
+    width = itemsize(kind[1])
+    pitch = run * width + gap
+    copies = np.array([copy(rows, run, (0, left * 2, wide, 2), (0, 64, pitch, width))], COPY)
+    values = data[:, left : left + run].view(numpy_dtype(kind[0])).astype(numpy_dtype(kind[1]))
+    whole = np.full(64 + rows * pitch, 7, "u1")
+    for row in range(rows):
+        at = 64 + row * pitch
+        whole[at : at + run * width] = values[row].view("u1")
+    for start, end in ((0, len(whole)), (0, 50), (64, 64 + pitch), (777, 2222), (1234, len(whole))):
+        out = np.full(end - start, 7, "u1")
+        grids = np.zeros((0, 9), "i8")
+        reading.read(copies, (Cast(*kind),), grids, [str(source)], start, memoryview(out))
+        assert np.array_equal(out, whole[start:end]), (start, end)

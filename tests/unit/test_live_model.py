@@ -79,7 +79,7 @@ def test_buckets_have_every_tensor_once_and_are_small(
     most: int, src: Path, dist_dir: Path, tmp_path: Path
 ) -> None:
     live = model(tmp_path, parts(dist_dir), src)
-    found = buckets.plan(live, TargetOptions("hf"), most, None, True, WORLD)
+    found = buckets.plan(live, TargetOptions("hf"), most, None, True, WORLD, 0)
     wanted = {name: tensor.shape for name, tensor in mckpt.open(dist_dir).hf_tensors().items()}
     rows: dict[str, int] = {}
     for bucket in found.listed:
@@ -101,17 +101,17 @@ def test_a_tensor_that_no_bucket_takes_is_refused(
 ) -> None:
     live = model(tmp_path, parts(dist_dir), src)
     with pytest.raises(UsageError, match="or slices=True"):
-        buckets.plan(live, TargetOptions("hf"), 1000, None, False, WORLD)
+        buckets.plan(live, TargetOptions("hf"), 1000, None, False, WORLD, 0)
     with pytest.raises(UsageError, match="its smallest slice has"):
-        buckets.plan(live, TargetOptions("hf"), 100, None, True, WORLD)
+        buckets.plan(live, TargetOptions("hf"), 100, None, True, WORLD, 0)
 
 
 def test_receivers_must_exist(src: Path, dist_dir: Path, tmp_path: Path) -> None:
     live = model(tmp_path, parts(dist_dir), src)
     with pytest.raises(UsageError, match="the ranks are 0 to 1"):
-        buckets.plan(live, TargetOptions("hf"), 1 << 20, 2, False, WORLD)
+        buckets.plan(live, TargetOptions("hf"), 1 << 20, 2, False, WORLD, 0)
     with pytest.raises(UsageError, match="no tensors of these names:\n  - x"):
-        buckets.plan(live, TargetOptions("hf"), 1 << 20, lambda rank: ["x"], False, WORLD)
+        buckets.plan(live, TargetOptions("hf"), 1 << 20, lambda rank: ["x"], False, WORLD, 0)
 
 
 def test_ranks_must_hold_parts_of_one_model(dist_dir: Path, tmp_path: Path) -> None:
@@ -132,3 +132,31 @@ def test_a_released_model_leaves_no_state_in_the_process(monkeypatch: pytest.Mon
     assert len(errors._shown) == len(before[0]) + 1
     live_model.release(model)
     assert (errors._shown, sparse_copy._temporary) == before
+
+
+@pytest.mark.parametrize("to", [None, 1])
+def test_a_part_that_all_receivers_hold_is_not_sent(
+    to: int | None, src: Path, dist_dir: Path, tmp_path: Path
+) -> None:
+    held = parts(dist_dir)
+    moved = 4096  # the places of rank 1 are others than those of rank 0
+    held[1] = [part._replace(at=part.at + moved) for part in held[1]]
+    other = {(part.key, part.offset) for part in held[1]}
+    same = [part for part in held[0] if (part.key, part.offset) in other]
+    found = {}
+    for rank in range(WORLD):
+        live = model(tmp_path, held, src)
+        found[rank] = buckets.plan(live, TargetOptions("hf"), 1 << 20, to, False, WORLD, rank)
+    for first, second in zip(found[0].listed, found[1].listed, strict=True):
+        own = first.rank == buckets.OWN
+        assert own.any() and not own.all()
+        assert np.array_equal(own, second.rank == buckets.OWN)
+        sizes = first.copies["rows"] * first.copies["run"] * itemsize("bfloat16")
+        # segments may be padded to one size
+        assert sizes[~own].sum() <= first.nbytes <= buckets.UNEVEN * sizes[~own].sum() + 16
+        if to == 1:  # all that rank 1 holds stays there
+            assert set(first.rank[~own].tolist()) == {0}
+            continue
+        assert np.array_equal(first.copies["src_at"][own] + moved, second.copies["src_at"][own])
+        for at in first.copies["src_at"][own].tolist():
+            assert any(part.at <= at < part.at + part.nbytes for part in same)

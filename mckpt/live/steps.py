@@ -1,0 +1,203 @@
+"""The work of one rank for each bucket of a sync, which is the same at each call and is therefore
+listed once: copies between three memories.
+
+    weights --send--> buffer of the bucket --receive--> tensors that are made
+       |                                                  ^
+       +-----------------------own------------------------+
+
+A tensor that lies in the buffer as a whole is given from there. Copies of neighbouring elements are
+one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mckpt.geometry.box import row_major
+from mckpt.geometry.join import Cast
+from mckpt.live.buckets import ALIGN, OWN, Bucket, Tensor
+from mckpt.values.dtypes import itemsize
+
+
+class Move(NamedTuple):
+    """A copy of elements. Strides are elements; starts are elements of the memory, but a place
+    (`live.memory`) in the weights.
+    """
+
+    tensor: int  # number in the bucket
+    shape: tuple[int, ...]
+    src: int
+    src_strides: tuple[int, ...]
+    dst: int
+    dst_strides: tuple[int, ...]
+
+
+class Moves(NamedTuple):
+    """Copies of one cast."""
+
+    cast: Cast
+    several: bool  # they may be done at once; otherwise values change, or must be looked at
+    listed: list[Move]
+
+
+class View(NamedTuple):
+    """The elements of a tensor in the memory that is made, or in the buffer of its bucket."""
+
+    made: bool
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int  # element
+
+
+class Steps(NamedTuple):
+    """The work of this rank for a bucket."""
+
+    buffer: int  # bytes: of all segments on a rank that receives them, else of its own
+    made: int  # bytes of the tensors that are made
+    send: list[Moves]
+    own: list[Moves]
+    receive: list[Moves]
+    views: list[View]  # of each tensor, none on a rank that does not receive the bucket
+
+    @property
+    def memory(self) -> int:
+        """Returns the bytes that it needs."""
+        return self.buffer + self.made
+
+
+def steps_of(
+    bucket: Bucket,
+    casts: Sequence[Cast],
+    rank: int,
+    weight_of: Callable[[int], int],
+    special: Callable[[Cast], bool],
+) -> Steps:
+    """Returns the work of a rank for a bucket.
+
+    weight_of: returns the number of the weight that has a place. special: of a cast, whether its
+    copies must be done one by one.
+    """
+    receives = rank in bucket.to
+    first, size = bucket.segments.get(rank, (0, 0))
+    names = bucket.copies.dtype.names or ()
+    columns = [bucket.copies[name].tolist() for name in names]
+    columns += [bucket.tensor.tolist(), bucket.rank.tolist(), bucket.at.tolist()]
+    copies = [_Copy(*row) for row in zip(*columns, strict=True)]
+    parts: list[list[_Copy]] = [[] for _ in bucket.tensors]
+    for copy in copies if receives else ():
+        parts[copy.number].append(copy)
+    views: list[View] = []
+    made = 0
+    for tensor, of_tensor in zip(bucket.tensors, parts, strict=True):
+        if receives:
+            at = _in_one(of_tensor, tensor, casts)
+            nbytes = math.prod(tensor.shape) * itemsize(tensor.dtype)
+            place = (made if at is None else at) // itemsize(tensor.dtype)
+            shape = tensor.shape
+            views.append(View(at is None, tensor.dtype, shape, row_major(shape), place))
+            made += -(-nbytes // ALIGN) * ALIGN if at is None else 0
+    send, own, receive = (_Lists(special) for _ in range(3))
+    for copy in copies:
+        cast, shape = casts[copy.cast], (copy.rows, copy.run)
+        dense = (copy.run, 1)
+        width = itemsize(cast.source)
+        src_strides = copy.src_pitch // width, copy.src_step // width
+        weight = weight_of(copy.src_at) if copy.rank in (rank, OWN) else 0
+        width = itemsize(cast.target)
+        at = copy.at // width
+        if copy.rank == rank:
+            start = at - (0 if receives else first // width)
+            send.add(cast, Move(copy.number, shape, copy.src_at, src_strides, start, dense), weight)
+        if receives and views[copy.number].made:
+            tensor = bucket.tensors[copy.number]
+            start = views[copy.number].start + (copy.dst_at - tensor.byte) // width
+            strides = copy.dst_pitch // width, copy.dst_step // width
+            if copy.rank == OWN:
+                move = Move(copy.number, shape, copy.src_at, src_strides, start, strides)
+                own.add(cast, move, weight)
+            else:
+                move = Move(copy.number, shape, at, dense, start, strides)
+                receive.add(Cast(cast.target, cast.target), move, None)
+    buffer = bucket.nbytes if receives else size
+    return Steps(buffer, made, send.moves(), own.moves(), receive.moves(), views)
+
+
+class _Copy(NamedTuple):
+    """A copy of a bucket as numbers of Python: the fields of COPY, and those of Bucket."""
+
+    tensor: int
+    src_file: int
+    dst_file: int
+    cast: int
+    grid: int
+    rows: int
+    run: int
+    src_at: int
+    dst_at: int
+    src_pitch: int
+    dst_pitch: int
+    src_step: int
+    dst_step: int
+    number: int  # of its tensor in the bucket
+    rank: int
+    at: int
+
+
+def _in_one(parts: list[_Copy], tensor: Tensor, casts: Sequence[Cast]) -> int | None:
+    """Returns the byte of the buffer at which a tensor begins, if it lies there as a whole."""
+    end = 0
+    for copy in parts:
+        width = itemsize(casts[copy.cast].target)
+        strides = copy.dst_pitch // width, copy.dst_step // width
+        follows = copy.at == parts[0].at + end and copy.dst_at == tensor.byte + end
+        if copy.rank == OWN or not follows or not _dense((copy.rows, copy.run), strides):
+            return None
+        end += copy.rows * copy.run * width
+    return parts[0].at if parts else None
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Returns whether elements of two axes lie one after the other."""
+    (rows, run), (pitch, step) = shape, strides
+    return (step == 1 or run == 1) and (pitch == run or rows == 1)
+
+
+class _Lists:
+    """Collects copies by their cast; those of neighbours become one."""
+
+    def __init__(self, special: Callable[[Cast], bool]) -> None:
+        self.special = special
+        self.found: dict[tuple[Cast, bool, bool], list[Move]] = {}
+        self.last: Any = None  # the weight of the last move
+
+    def add(self, cast: Cast, move: Move, weight: int | None) -> None:
+        """Adds a copy. weight: the number of the weight that it reads, None if it is a buffer."""
+        special = self.special(cast)
+        flat = _dense(move.shape, move.src_strides) and _dense(move.shape, move.dst_strides)
+        listed = self.found.setdefault((cast, flat, special), [])
+        if not flat or special:
+            listed.append(move)
+            return
+        count = math.prod(move.shape)
+        # a place counts bytes
+        width = 1 if weight is None else itemsize(cast.source)
+        if listed:
+            before = listed[-1]
+            own = before.shape[0]
+            follows = before.dst + own == move.dst and before.src + own * width == move.src
+            if follows and self.last == (cast, weight):
+                listed[-1] = before._replace(shape=(own + count,))
+                return
+        listed.append(Move(move.tensor, (count,), move.src, (1,), move.dst, (1,)))
+        self.last = cast, weight
+
+    def moves(self) -> list[Moves]:
+        """Returns the copies. Those without gaps are apart, because one kernel can do them all."""
+        return [
+            Moves(cast, not special, listed)
+            for (cast, _, special), listed in self.found.items()
+            if listed
+        ]
