@@ -11,8 +11,11 @@ the model, and fills and gathers the same one in the same run: AutoBridge.load_h
 export_hf_weights. Both must set the same bits and yield the same tensors.
 
 Rank 0 prints JSON: seconds of each round; the most memory of the device that a round needed beside
-the model, in bytes; the bytes of all tensors; and, with NCCL, the bandwidth of an all-gather of
-pieces of the bucket's size, in received bytes per second.
+the model, in bytes; the bytes of all tensors; the seconds of the parts of each load on rank 0
+(`mckpt.live.load`), and those in which a sync starts all of its work; and, with NCCL, the
+speeds of this machine that bound both, in bytes per second: of an all-gather of pieces of the
+bucket's size (received bytes), of reading the files into pinned memory, and of copies from there to
+the device, the last two on all ranks at once, for each.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks import models, peers
 
+PIECE = 8 << 20  # bytes of one read and of one copy to the device
 # published config.json -> entries that are replaced
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "8b": ("llama-3.1-8b", {}),
@@ -50,6 +55,8 @@ def main() -> None:
         run.add_argument(f"--{name}", type=int, default=1)
     run.add_argument("--rounds", type=int, default=3)
     run.add_argument("--bucket-bytes")
+    run.add_argument("--threads", type=int, default=0)
+    run.add_argument("--max-memory", default="256MiB")
     run.add_argument("--peer", action="store_true")
     given = parser.parse_args()
     if given.command == "make":
@@ -83,9 +90,14 @@ def measure(given: argparse.Namespace) -> None:
     def gather(tensors: Iterator[Any]) -> int:
         return sum(tensor.nbytes for _, tensor in tensors)
 
+    def started_sync() -> tuple[int, float]:
+        begun = time.perf_counter()
+        return gather(sync()), time.perf_counter() - begun
+
+    how = {"threads": given.threads, "max_memory": given.max_memory}
     steps: dict[str, Callable[[], Any]] = {
-        "load": lambda: live.load(chunks, given.hf),
-        "sync": lambda: gather(sync()),
+        "load": lambda: live.load(chunks, given.hf, **how),
+        "sync": started_sync,
     }
     if bridge is not None:
         steps["peer load"] = lambda: bridge.load_hf_weights(chunks, str(given.hf))
@@ -102,13 +114,22 @@ def measure(given: argparse.Namespace) -> None:
             entry = found.setdefault(name, {"s": [], "peak_bytes": []})
             entry["s"].append(round(seconds, 4))
             entry["peak_bytes"].append(peak)
-            if name.endswith("sync"):
+            if name == "sync":
+                entry["bytes"], started = result
+                entry.setdefault("started_s", []).append(round(started, 4))
+            elif name == "load":
+                parts = {part: round(s, 4) for part, s in result.items()}
+                entry.setdefault("parts_s", []).append(parts)
+            elif name == "peer sync":
                 entry["bytes"] = result
-            else:
+            if name.endswith("load"):
                 bits[name] = sum(digest(weight) for weight in weights)
         assert len(set(bits.values())) == 1, f"the loads set different bits: {bits}"
     if cuda:
         found["all_gather_bytes_per_s"] = bandwidth(1 << 30)
+        for threads in (1, 4, 8, 16):
+            found[f"read_bytes_per_s_{threads}_threads"] = reading(given.hf, threads)
+        found["to_device_bytes_per_s"] = to_device()
         found["device"] = torch.cuda.get_device_name()
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
@@ -165,6 +186,48 @@ def bandwidth(nbytes: int) -> float:
         dist.all_gather_into_tensor(whole, piece)
     torch.cuda.synchronize()
     return 10 * len(piece) * (world - 1) / (time.perf_counter() - started)
+
+
+def reading(hf: Path, threads: int) -> float:
+    """Returns the bytes per second at which threads of this rank read the files of a directory into
+    pinned memory, while those of all other ranks do.
+    """
+    import torch
+    import torch.distributed as dist
+
+    paths = sorted(hf.glob("*.safetensors"))
+    ranges = [(p, at) for p in paths for at in range(0, p.stat().st_size, PIECE)]
+    mine = ranges[dist.get_rank() :: dist.get_world_size()]
+    buffers = torch.empty(threads, PIECE, dtype=torch.uint8, pin_memory=True)
+
+    def read(number: int) -> int:
+        view, total = buffers[number].numpy().data, 0
+        for path, at in mine[number::threads]:
+            with open(path, "rb", buffering=0) as file:
+                total += os.preadv(file.fileno(), [view], at)
+        return total
+
+    with ThreadPoolExecutor(threads) as pool:
+        dist.barrier()
+        started = time.perf_counter()
+        total = sum(pool.map(read, range(threads)))
+        return total / (time.perf_counter() - started)
+
+
+def to_device() -> float:
+    """Returns the bytes per second of copies from pinned memory, on all ranks at once."""
+    import torch
+    import torch.distributed as dist
+
+    pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    held = torch.empty(PIECE, dtype=torch.uint8, device="cuda")
+    dist.barrier()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(200):
+        held.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    return 200 * PIECE / (time.perf_counter() - started)
 
 
 def built(given: argparse.Namespace) -> tuple[Any, list[Any]]:
