@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mckpt import errors
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import files, ray_tasks, reading, units
+from mckpt.execute import files, piecewise, ray_tasks, units
 from mckpt.execute.engine import execute
 from mckpt.geometry.join import COPY, Cast
 from mckpt.progress import Progress
@@ -565,5 +565,5 @@ def test_columns_are_read_into_memory(tmp_path: Path, wide: int, kind: tuple[str
     for start, end in ((0, len(whole)), (0, 50), (64, 64 + pitch), (777, 2222), (1234, len(whole))):
         out = np.full(end - start, 7, "u1")
         grids = np.zeros((0, 9), "i8")
-        reading.read(copies, (Cast(*kind),), grids, [str(source)], start, memoryview(out))
+        piecewise.read(copies, (Cast(*kind),), grids, [str(source)], start, memoryview(out))
         assert np.array_equal(out, whole[start:end]), (start, end)
