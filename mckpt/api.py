@@ -195,6 +195,7 @@ def open(
     vocab_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
     adapter: str | Path | None = None,
+    no_mtp: bool = False,
 ) -> Checkpoint:
     """Opens a checkpoint of any format. Reads headers only.
 
@@ -205,14 +206,15 @@ def open(
     family: the model's family, if neither config.json nor mckpt.json determines it.
     mapping: a family file (YAML) of your own.
     vocab_size: rows of the embedding without padding.
-    settings: dims that replace those of the checkpoint, such as {"mtp_layers": 0}.
+    settings: dims that replace those of the checkpoint, such as {"tied": False}.
     adapter: the directory of an adapter (LoRA) of PEFT, which is merged into the weights while they
         are read.
+    no_mtp: leaves out the layers of multi-token prediction.
 
     Raises SourceError if the directory is missing, damaged or no checkpoint.
     """
     file = None if mapping is None else str(mapping)
-    described = SourceOptions(like, family, file, vocab_size, settings or {}, iteration)
+    described = SourceOptions(like, family, file, vocab_size, settings or {}, iteration, no_mtp)
     opened = Checkpoint.open(path, described)
     if adapter is None:
         return opened
@@ -266,6 +268,7 @@ def write(
     mapping: str | Path | None = None,
     vocab_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
+    no_mtp: bool = False,
     dtypes: Mapping[str, str] | None = None,
     **options: Unpack[_Write],
 ) -> dict[str, Any]:
@@ -280,7 +283,7 @@ def write(
         describe the model.
     tensors: pairs of a name and an array, in any order: arrays of numpy, tensors of torch, or those
         of a checkpoint.
-    family, mapping, vocab_size, settings: as for `open`.
+    family, mapping, vocab_size, settings, no_mtp: as for `open`.
     dtypes: dtypes of tensors, by name, in which * stands for any text. The others have the dtype of
         the config, or else of the first tensor.
 
@@ -292,7 +295,7 @@ def write(
     streaming.refuse_url(dst)
     run = _run_settings(options)
     file = None if mapping is None else str(mapping)
-    described = SourceOptions(None, family, file, vocab_size, settings or {})
+    described = SourceOptions(None, family, file, vocab_size, settings or {}, no_mtp=no_mtp)
     with streaming.opened(config, tensors, described, dtypes or {}) as (source, stream):
         target, place = _target(source, options), _place(options)
         planned = planning.make_plan(source, dst, target, same_format=True, **place)

@@ -12,7 +12,14 @@ _VALUES = (
     *("tp", "transformer-impl", "vocab-size", "vpp"),
 )
 _FLAGS = (
-    *("allow-overflow", "check-replicas", "grouped-experts", "keep-padding", "no-adapter"),
+    *(
+        "allow-overflow",
+        "check-replicas",
+        "grouped-experts",
+        "keep-padding",
+        "no-adapter",
+        "no-mtp",
+    ),
     *("no-optimizer", "overwrite", "run-config", "update-tracker"),
 )
 # option -> keyword; a keyword with = has this value where the option has none

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mckpt import mapping
 from mckpt.checkpoint import comparison, description
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
@@ -75,6 +76,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the same tensors, read with these dims."""
         return replace(self, model=replace(self.model, given_dims=dims))
 
+    def with_vocab_size(self, rows: int) -> Self:
+        """Returns the same tensors with this number of rows of the vocabulary."""
+        return replace(self, model=self.model.with_vocab_size(rows))
+
     def with_padding(self) -> Self | None:
         """Returns the same tensors with the padding rows of the vocabulary, for a conversion from
         Megatron to Megatron; None if the embedding is not stored by rows.
@@ -136,8 +141,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def parallel(self) -> Parallel:
-        """Returns the parallel sizes with which the checkpoint was saved."""
-        return self.model.parallel
+        """Returns the parallel sizes with which the checkpoint was saved, without the layers that
+        are left out.
+        """
+        saved = self.model.parallel
+        return saved.without_mtp() if self.files.options.no_mtp else saved
 
     @property
     def names(self) -> Names:
@@ -162,6 +170,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 layout = carried.joined(layout, optimizer.layout)
                 ignored = {k: why for k, why in layout.ignored.items() if k not in optimizer.keys}
                 layout = replace(layout, ignored=ignored)
+            if self.files.options.no_mtp and self.is_megatron:
+                layout = _without_mtp(layout, self.dims["num_layers"])
             layout = layout if self.carried is None else carried.joined(layout, self.carried)
             return layout if self.merging is None else self.merging.layout(layout)
         except (SourceError, CoverError) as e:
@@ -212,3 +222,20 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def __reduce__(self) -> tuple[Any, ...]:
         # without the tensors' places: they would be large
         return type(self), (self.files, self.model, self.borrows, self.has_states, self.merging)
+
+
+def _without_mtp(layout: Layout, num_layers: int) -> Layout:
+    """Returns a layout without the layers of multi-token prediction, which follow those of the
+    decoder.
+    """
+    stored, ignored = [], dict(layout.ignored)
+    for s in layout.stored:
+        inside = s.layer < num_layers
+        arrays = {name: getattr(s, name)[inside] for name in ("layer", "expert", "file", "at")}
+        stored.append(replace(s, **arrays))
+        for number in set((s.layer[~inside] - num_layers).tolist()):
+            ignored[s.key.replace("{mtp}", str(number))] = mapping.NO_MTP
+    stored = [s for s in stored if len(s)]
+    held = {p.tensor for s in stored for p in s.pieces}
+    shapes = {name: shape for name, shape in layout.shapes.items() if name in held}
+    return replace(layout, stored=stored, shapes=shapes, ignored=ignored)

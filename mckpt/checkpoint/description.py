@@ -155,6 +155,7 @@ class SourceOptions:
     vocab_size: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
     iteration: int | None = None
+    no_mtp: bool = False  # leave out the layers of multi-token prediction
     # the dims replace those of config.json unchecked, because no tensor is stored yet
     trusted: bool = False
 
@@ -169,6 +170,8 @@ class SourceOptions:
                     f"settings: {name!r} is not the name of a dim;"
                     " `mckpt mappings show logical` lists the dims"
                 )
+        if type(self.no_mtp) is not bool:
+            raise UsageError(f"no_mtp is {self.no_mtp!r}, and must be True or False")
         for name in ("family", "mapping"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise UsageError(f"{name} is {value!r}, and must be a text")

@@ -39,7 +39,7 @@ class ModelDescription:
     """
 
     files: CheckpointFiles
-    given_dims: Dims | None = None  # if set, replaces the dims of all sources
+    given_dims: Dims | None = None  # if set, replaces `stored_dims`
 
     @cached_property
     def options(self) -> SourceOptions:
@@ -103,7 +103,15 @@ class ModelDescription:
 
     @cached_property
     def dims(self) -> Dims:
-        """Returns the sizes and hyperparameters of the model, from all sources that have them.
+        """Returns the sizes and hyperparameters of the model, without those of layers that are left
+        out. The errors are those of `stored_dims`.
+        """
+        stored = self.stored_dims
+        return mapping.without_mtp(stored) if self.files.options.no_mtp else stored
+
+    @cached_property
+    def stored_dims(self) -> Dims:
+        """Returns the dims of the model that is stored, from all sources that have them.
 
         The user's values replace others. Raises MappingError if other sources disagree.
         """
@@ -113,6 +121,10 @@ class ModelDescription:
             return self._megatron_dims(self.files.options.dims)
         return self._config_dims(self.files.path, self.files.options.dims, self.overruled)
 
+    def with_vocab_size(self, rows: int) -> ModelDescription:
+        """Returns the same model with this number of rows of the vocabulary."""
+        return replace(self, given_dims={**self.stored_dims, "vocab_size": rows})
+
     def with_padding(self) -> ModelDescription | None:
         """Returns the same model with the padding rows as part of the vocabulary, for a conversion
         from Megatron to Megatron; None if the embedding is not stored by rows.
@@ -121,7 +133,7 @@ class ModelDescription:
         if rows is None:
             return None
         try:
-            dims = self.dims
+            dims = self.stored_dims
         except description.VocabSizeUnknown:
             dims = self._megatron_dims({**self.files.options.dims, "vocab_size": rows})
         if rows < dims["vocab_size"]:
@@ -209,7 +221,9 @@ class ModelDescription:
         error = MappingError.of(
             f"{where} contradicts the command line:",
             lines,
-            f"Leave out {', '.join(options)}; if config.json is wrong, correct it there.",
+            f"Leave out {', '.join(options)}; if config.json is wrong, correct it there."
+            + " --no-mtp leaves out the layers of multi-token prediction."
+            * ("mtp_layers" in apart),
         )
         assert isinstance(error, MappingError)
         return error
@@ -311,7 +325,30 @@ class ModelDescription:
         keys = self._described_keys
         family, config = self._family_in(described), read_config(described)
         lacks = {} if keys is None else description.unstored(family, config, keys)
+        # a training may have added layers to a model without any, or have left them out
+        if self.files.options.no_mtp or not family.keys_of("mtp_layers", config):
+            lacks |= self._trained_mtp
         return self._config_dims(described, {}, {**lacks, **given})
+
+    @property
+    def _trained_mtp(self) -> dict[str, Any]:
+        """The layers of multi-token prediction that the args state; empty without args."""
+        if self.files.args is None:
+            return {}
+        stated = self.mapping.keys_of("mtp_layers", self.files.args)
+        return {"mtp_layers": next(iter(stated.values()), 0)}
+
+    def corrected(self, config: Mapping[str, Any]) -> list[str]:
+        """Returns the dims for which the config.json of the model has other values than the model
+        itself, but for the size of the vocabulary, which is always written.
+        """
+        given, family = [n for n in self.files.options.dims if n != "vocab_size"], self.family
+        try:
+            plain = family.read(config) if family else {}
+        except MappingError:  # config.json lacks a dim that the user gives
+            return given
+        names = dict.fromkeys([*given, "mtp_layers"])
+        return [n for n in names if n in plain and not mapping.equal(plain[n], self.dims[n])]
 
     @property
     def _recorded(self) -> dict[str, Any]:
@@ -335,7 +372,10 @@ class ModelDescription:
     @cached_property
     def names(self) -> Names:
         """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
-        common, dims = self.files.common, self.dims
+        common, dims = self.files.common, self.stored_dims
+        file = self.mapping
+        if self.files.options.no_mtp and not self.files.is_megatron:
+            file, dims = file.without_mtp(dims), self.dims
         stated = self.mapping.choices_in(common.stated if common else {})
         if self.files.opened.format.fixed_sizes:
             try:
@@ -345,7 +385,7 @@ class ModelDescription:
                 raise SourceError(
                     f"{self.files.path}: its sizes ({self.parallel}) do not fit its model: {e}"
                 ) from None
-        names = Names(self.mapping, dims, stated, self.parallel)
+        names = Names(file, dims, stated, self.parallel)
         return replace(names, choices=self.files.opened.choices(names))
 
     # ------------------------------------------------------------------------------------- notes

@@ -99,6 +99,11 @@ family_options = together(
         " a Hugging Face source the tensors must agree with it; for a Megatron source it replaces"
         " the arg. May be repeated.",
     ),
+    model_option(
+        "--no-mtp",
+        is_flag=True,
+        help="Leave out the layers of multi-token prediction.",
+    ),
 )
 keep_padding_option = conversion_option(
     "--keep-padding",

@@ -187,6 +187,8 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
     # Experts require sequence parallelism at tp > 1; the source may have run with tp 1.
     elif written["sequence_parallel"]:
         names.append("sequence_parallel")
+    if source.files.options.no_mtp:
+        names += decided.names.mapping.dims["mtp_layers"].keys
     out = {name: written[name] for name in names if name in written}
     if source.left_behind():
         out.update(no_save_optim=not decided.optimizer, no_save_rng=True)
@@ -274,6 +276,8 @@ def _changed_run_config(
     source, target = decided.source, decided.target
     out = run_config.sizes(decided.names.parallel)
     out |= {key: model[key] for key in file.keys_with("stages") if key in model}
+    if source.files.options.no_mtp:
+        out |= {key: model.get(key) for key in file.dims["mtp_layers"].keys}
     if target.dtype is not None:
         out |= {k: model[k] for k in ("params_dtype", "pipeline_dtype", "bf16", "fp16")}
     if target.grouped_experts is not None:

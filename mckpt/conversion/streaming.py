@@ -45,7 +45,7 @@ from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config
 from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.join import Joined, join
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import Bound, is_of_head, key_pattern
+from mckpt.mapping import Bound, is_of_head, key_pattern, without_mtp
 from mckpt.mapping.forms import part
 from mckpt.progress import Progress
 from mckpt.storage import addresses, sparse_copy
@@ -214,6 +214,7 @@ def _names(folder: Path, first: str, options: SourceOptions) -> Names:
     keys = ["embed_tokens.weight"] if flat else []
     family = description.family_for(config, options.family_name, where, keys)
     dims = family.read(config, options.dims, where, options.dims, "--set")
+    dims = without_mtp(dims) if options.no_mtp else dims
     forms = [{"form": name} for name, form in family.forms.items() if not form.carried]
     if family.forms and not forms:
         carried = " or ".join(", ".join(form.carried) for form in family.forms.values())
@@ -284,7 +285,7 @@ class Stream:
     def __init__(self, source: Checkpoint, tensors: Iterable[Named]) -> None:
         self.tensors = tensors
         self.entries = cast("HuggingFace", source.opened).entries
-        self.family = source.mapping
+        self.family = source.names.mapping  # with the keys of layers that are left out
         self._seen: set[str] = set()
         form = self.family.form(source.names.choices)
         ignored = (*self.family.ignore, *self.family.drop)
@@ -333,8 +334,8 @@ class Stream:
                 f"the stream ended without {counted(len(missing), 'tensor')} of the model that"
                 " config.json describes:",
                 missing,
-                "If the model does not have them, give `settings` that leave them out, such as"
-                " settings={'mtp_layers': 0}.",
+                "If the model does not have them, give `settings` that leave them out, or"
+                " no_mtp=True for layers of multi-token prediction.",
             )
 
     def _check(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:

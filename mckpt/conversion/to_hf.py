@@ -156,11 +156,17 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         chosen, note = choose_family(source)
         return chosen, None, note
     base = read_config(described)
-    corrected = source.model.overruled or _contradicted(source, family, base)
+    overruled, added = source.model.overruled, source.model.corrected(base)
+    by_set = {*overruled, *source.files.options.dims}
+    mtp = "--no-mtp" if source.files.options.no_mtp else "the args"
+    corrected = list(dict.fromkeys([*overruled, *added]))
     # without a path, because facts contain none
     note = "config.json is copied from the model's Hugging Face directory"
     if corrected:
-        changes = [f"{name} changed to {source.dims[name]!r} (--set)" for name in corrected]
+        changes = [
+            f"{name} changed to {source.dims[name]!r} ({'--set' if name in by_set else mtp})"
+            for name in corrected
+        ]
         note += f", with {', '.join(changes)}"
     return family, family.restate(base, source.dims, corrected), note
 
@@ -231,18 +237,6 @@ def _lacking(names: Iterable[str], source: Checkpoint) -> list[str]:
         f"the export has no {' and no '.join(lacks)}: --tokenizer HF_DIR copies what that directory"
         " has of it"
     ] * bool(lacks)
-
-
-def _contradicted(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
-    """Returns the dims of a config.json that the user contradicts, without the vocabulary's size,
-    which is always written.
-    """
-    given = [name for name in source.files.options.dims if name != "vocab_size"]
-    try:
-        plain = family.read(config) if given else {}
-    except MappingError:  # config.json lacks a dim that the user gives
-        return given
-    return [name for name in given if not mapping.equal(plain[name], source.dims[name])]
 
 
 def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:

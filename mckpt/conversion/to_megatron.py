@@ -357,7 +357,7 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: TargetOptions)
         f"the vocabulary of {true:,} tokens has {wanted:,} rows in the target, as Megatron pads it"
         f" at tp {tp}, and {rows:,} in the source; --keep-padding keeps those"
     )
-    moved = source.with_dims({**source.dims, "vocab_size": min(rows, wanted)})
+    moved = source.with_vocab_size(min(rows, wanted))
     return _Vocabulary(moved, wanted, divisor, [note])
 
 
@@ -503,8 +503,12 @@ def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if root is None:
         return {}
     side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *side_files(root).kept]}
-    if source.model.overruled:
-        config = source.mapping.restate(read_config(root), source.dims, source.model.overruled)
+    config, family = read_config(root), source.model.family
+    wrong = [*source.model.overruled]
+    if source.files.options.no_mtp:
+        wrong += source.model.corrected(config)
+    if wrong and family is not None:
+        config = family.restate(config, source.dims, wrong)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     if (kept := mapping_to_keep(source)) is not None:
         side[MAPPING] = kept[1]

@@ -198,7 +198,7 @@ class Matching:
             problems.cure = (
                 f"All {missing:,} missing tensors are of layers of multi-token prediction, and no"
                 f" tensor of such a layer is there; config.json has {listed or 'no key for them'}."
-                " transformers saves a model without them: --set mtp_layers=0 leaves them out."
+                " transformers saves a model without them: --no-mtp leaves them out."
             )
 
     def _file(self, key: str) -> str:

@@ -28,6 +28,7 @@ _SPLIT = (
     "layout",
     "stage_sizes",
 )
+_MTP = re.compile(r"m(\*\d{1,5})?")  # layers of multi-token prediction in a layout
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,10 @@ class Parallel:
             return plain
         stages = "|".join("t" * n for n in sizes)
         return replace(plain, vpp=1, layout=f"E{stages}{'m' * mtp_layers}L")
+
+    def without_mtp(self) -> Parallel:
+        """Returns a copy whose layout has no layers of multi-token prediction."""
+        return self if self.layout is None else replace(self, layout=_MTP.sub("", self.layout))
 
     def _counts(self, num_layers: int, mtp_layers: int) -> list[list[int]]:
         """Returns the number of layers of each [pipeline rank][virtual stage]."""

@@ -196,7 +196,7 @@ def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
             f"{source.path}: has a vocabulary of {true:,} tokens, and the live model has {rows:,}"
             " rows for it; build the model with the vocabulary of the checkpoint"
         )
-    return whole if held <= rows else source.with_dims({**whole.dims, "vocab_size": rows})
+    return whole if held <= rows else source.with_vocab_size(rows)
 
 
 def _threads(threads: int, max_memory: int) -> int:

@@ -1,7 +1,7 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
 from mckpt.mapping.expression import ExpressionError
-from mckpt.mapping.file import Dims, MappingFile, Scope
+from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import equal, is_part, lookup, major_minor, typed
 from mckpt.mapping.heads import is_of_head, with_head
@@ -25,6 +25,7 @@ from mckpt.mapping.schema import schema
 
 __all__ = [
     "KINDS",
+    "NO_MTP",
     "Bound",
     "Dims",
     "ExpressionError",
@@ -54,4 +55,5 @@ __all__ = [
     "typed",
     "unknown_args",
     "with_head",
+    "without_mtp",
 ]

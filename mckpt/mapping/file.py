@@ -34,7 +34,15 @@ from mckpt.mapping.rule import Bound, Rule
 from mckpt.mapping.schema import schema
 
 Dims = dict[str, Any]
+NO_MTP = "of multi-token prediction, which --no-mtp leaves out"
 Scope = Mapping[str, Any]  # dims, choices, and values derived from them
+
+
+def without_mtp(dims: Mapping[str, Any]) -> Dims:
+    """Returns the dims of a model without its layers of multi-token prediction."""
+    count = dims["num_layers"]  # each list has an entry for each layer
+    lists = {n: v[:count] for n, v in dims.items() if isinstance(v, (list, tuple))}
+    return {**dims, **lists, "mtp_layers": 0}
 
 
 class Dim(NamedTuple):
@@ -208,6 +216,21 @@ class MappingFile(NamedTuple):
                 where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
                 out.append(Bound(rule, *where, len(decoder)))
         return out
+
+    def without_mtp(self, dims: Mapping[str, Any]) -> MappingFile:
+        """Returns this file as it reads a model without its layers of multi-token prediction, whose
+        stored tensors are ignored.
+
+        dims: those of the model with these layers.
+        """
+        first = dims["num_layers"]
+        keys = {
+            rule.key.replace("{layer}", str(layer)): NO_MTP
+            for rule in self.rules
+            for layer in range(first, first + dims["mtp_layers"])
+            if rule.mtp
+        }
+        return self._replace(ignore={**self.ignore, **keys})
 
     def num_numbers(self, dims: Mapping[str, Any]) -> int:
         """Returns how many layers the decoder has, as this file numbers them."""
@@ -421,7 +444,8 @@ class MappingFile(NamedTuple):
         every key that has them now.
         """
         out: dict[str, Any] = copy.deepcopy(dict(config))
-        written = self.write(dims)
+        always = {name: spec._replace(write_when=None) for name, spec in self.dims.items()}
+        written = self._replace(dims=always).write(dims)
         for name in changed:
             keys = self.dims[name].keys if name in self.dims else ()
             for path in list(self.keys_of(name, config)) or list(keys[:1]):
@@ -468,6 +492,11 @@ class MappingFile(NamedTuple):
             if not equal(dims[name], again[name])
             and not (name in self.dims and self.dims[name].free)
         }
+        if "mtp_layers" in out and not again["mtp_layers"]:
+            out["mtp_layers"] += ". --no-mtp leaves out the layers of multi-token prediction"
+            plain = without_mtp(dims)  # the lists of layers differ with their number
+            same = [n for n in out if n != "mtp_layers" and equal(plain[n], again[n])]
+            out = {name: why for name, why in out.items() if name not in same}
         return {**out, **self.warnings({**dims, **given})}
 
     def warnings(self, scope: Mapping[str, Any], loads: bool | None = None) -> dict[str, str]:

@@ -140,7 +140,7 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
         added = (above.get("dialects") or {}).get(name) or Node()
         _check_sections(added)
         root, digest = merge(root, added), digest_of(digest + above_digest)
-    return _read(path, root, digest, of_user, inert_keys() if kind == "hf" else frozenset())
+    return _read(path, root, digest, of_user, inert_keys() if kind == KINDS[0] else frozenset())
 
 
 @functools.cache

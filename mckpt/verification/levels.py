@@ -85,6 +85,7 @@ class Options:
     family: str | None = None
     mapping: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
+    no_mtp: bool = False  # leave out the layers of multi-token prediction
     steps: int = STEPS
     timeout_s: float = TIMEOUT_S
     keep: str | Path | None = None  # directory for the arrays of both sides; None: they are removed
@@ -111,6 +112,7 @@ def verify(
     family: str | None = None,
     mapping: str | None = None,
     settings: Mapping[str, Any] | None = None,
+    no_mtp: bool = False,
     steps: int = STEPS,
     timeout_s: float = TIMEOUT_S,
     keep: str | Path | None = None,
@@ -147,6 +149,7 @@ def verify(
         family=family,
         mapping=mapping,
         settings=settings or {},
+        no_mtp=no_mtp,
         steps=steps,
         timeout_s=timeout_s,
         keep=keep,
@@ -164,7 +167,13 @@ def verify_all(
     if options.level not in LEVELS:
         raise UsageError(f"there is no level {options.level!r}; the levels are {', '.join(LEVELS)}")
     left = Checkpoint.open(
-        hf, SourceOptions(family=options.family, mapping=options.mapping, settings=options.settings)
+        hf,
+        SourceOptions(
+            family=options.family,
+            mapping=options.mapping,
+            settings=options.settings,
+            no_mtp=options.no_mtp,
+        ),
     )
     if not left.is_megatron and not (options.family or options.mapping) and checkpoints:
         left = left.named_as(
@@ -478,6 +487,7 @@ def _known(left: Checkpoint, options: Options) -> SourceOptions:
         family=options.family,
         mapping=options.mapping,
         settings=options.settings,
+        no_mtp=options.no_mtp,
     )
 
 

@@ -256,7 +256,7 @@ def test_the_error_names_missing_layers_of_multi_token_prediction(
         3,
         "All 66 missing tensors are of layers of multi-token prediction",
         "num_nextn_predict_layers 1",
-        "--set mtp_layers=0",
+        "--no-mtp",
         args=args,
     )
     config = tiny.config("deepseek-v3")
@@ -266,7 +266,7 @@ def test_the_error_names_missing_layers_of_multi_token_prediction(
         (tmp_path / lost).mkdir()
         tiny.write_weights(tmp_path / lost, {k: v for k, v in arrays.items() if k != lost})
         tiny.write_json(tmp_path / lost / "config.json", config)
-        assert "--set mtp_layers=0" not in refused(
+        assert "--no-mtp" not in refused(
             3, lost, args=("hf-to-megatron", tmp_path / lost, tmp_path / "d")
         )
 

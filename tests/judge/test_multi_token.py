@@ -31,11 +31,12 @@ if VERSION < [0, 19]:
     pytest.skip("HybridModel of megatron-core 0.19 is the judge", allow_module_level=True)
 
 MIMO = "mimo"
+PLAIN = "seed_oss"  # published without such a layer, which only a training can have added
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-CASES = (MIMO, "hy_v3", *INDEXED)
+CASES = (MIMO, "hy_v3", PLAIN, *INDEXED)
 LOGITS = (*CASES, "glm4_moe", "glm4_moe_lite")
 # pretrain_gpt.py cannot build such layers beside an indexer
-LAYOUTS = [(case, "hybrid") for case in CASES] + [(MIMO, "gpt"), ("hy_v3", "gpt")]
+LAYOUTS = [(case, "hybrid") for case in CASES] + [(case, "gpt") for case in (MIMO, "hy_v3", PLAIN)]
 # case -> another one with the names of its decoder, and what its config has in place of that one's
 MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     # its own case shares indexers between layers, which is refused beside such a layer
@@ -59,7 +60,7 @@ def decoder(case: str) -> dict[str, Any]:
 
 
 def sizes_of(case: str) -> Parallel:
-    return Parallel(tp=2, pp=2) if case == MIMO else Parallel(tp=2, pp=2, ep=2, etp=1)
+    return Parallel(tp=2, pp=2) if case in (MIMO, PLAIN) else Parallel(tp=2, pp=2, ep=2, etp=1)
 
 
 def published_names(case: str, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Any:
@@ -99,7 +100,7 @@ def with_layer(case: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
         * drawn.standard_normal(shape).astype(np.float32)
         for name, shape in dict(published_names(case, tensors, config)).items()
     }
-    if case not in (MIMO, "hy_v3"):  # the published files have a copy of these two
+    if case not in (MIMO, "hy_v3", PLAIN):  # the published files have a copy of these two
         at = f"model.layers.{config['num_hidden_layers']}."
         added[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         added[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"]
