@@ -22,6 +22,7 @@ from mckpt.formats.megatron.run_config import (
     mapping_file,
     read_model,
     run_config_dims,
+    run_config_text,
 )
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
@@ -68,7 +69,8 @@ class ModelDescription:
     def mapping(self) -> MappingFile:
         """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
         if self.files.is_megatron:
-            return mapping.dialect_of(self.files.opened.keys(), self.options.mapping)
+            text = run_config_text(self.files.opened.root / RUN_CONFIG)
+            return mapping.dialect_of(self.files.opened.keys(), self.options.mapping, text)
         return self._family_in(self.files.path)
 
     @cached_property
@@ -300,9 +302,8 @@ class ModelDescription:
                 )
             except MappingError as e:
                 raise self.with_hint(e) from None
-        bridge = root / RUN_CONFIG
-        if bridge.exists() and (file := mapping_file(self.mapping)) is not None:
-            return run_config_dims(bridge, file, known, given)
+        if self.run_config_file is not None:
+            return run_config_dims(root / RUN_CONFIG, self.run_config_file, known, given)
         known, dims = {**known, **given}, mapping.schema().dims
         missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
         if missing:
@@ -329,6 +330,15 @@ class ModelDescription:
         if self.files.options.no_mtp or not family.keys_of("mtp_layers", config):
             lacks |= self._trained_mtp
         return self._config_dims(described, {}, {**lacks, **given})
+
+    @cached_property
+    def run_config_file(self) -> MappingFile | None:
+        """Returns the mapping file of run_config.yaml, which describes the model of a checkpoint
+        without args; None if the checkpoint has args, or no run_config.yaml.
+        """
+        if self.files.args is not None or not (self.files.opened.root / RUN_CONFIG).exists():
+            return None
+        return mapping_file(self.mapping)
 
     @property
     def _trained_mtp(self) -> dict[str, Any]:
@@ -399,8 +409,8 @@ class ModelDescription:
             return {}
         if self.files.args is not None:
             return mapping.unknown_args(self.mapping, self.files.args)
-        path, file = self.files.opened.root / RUN_CONFIG, mapping_file(self.mapping)
-        return mapping.unknown_args(file, read_model(path)) if file and path.exists() else {}
+        file, path = self.run_config_file, self.files.opened.root / RUN_CONFIG
+        return {} if file is None else mapping.unknown_args(file, read_model(path))
 
     @cached_property
     def notes(self) -> list[str]:

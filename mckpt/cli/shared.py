@@ -227,7 +227,8 @@ megatron_target_options = together(
         "--run-config",
         is_flag=True,
         help="torch_dist only: write run_config.yaml too, from which Megatron-Bridge loads the"
-        " checkpoint. reshard keeps this file of its source without the option too.",
+        " checkpoint. Its trainer then decides which models are exact. reshard keeps this file of"
+        " its source without the option too.",
     ),
     megatron_option(
         "--update-tracker",

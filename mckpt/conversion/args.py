@@ -46,6 +46,7 @@ class Decided:
     divisible_by: int  # Megatron pads the vocabulary to a multiple of it times tp
     megatron: list[int]  # the version of the megatron-core that will load the checkpoint
     optimizer: bool  # whether the optimizer's state is kept
+    has_args: bool  # False: only Megatron-Bridge computes the model, and it reads no args
     inexact: dict[str, str]  # features that the user accepts to lose: name -> reason
     notes: list[str]  # on the vocabulary
 
@@ -76,7 +77,8 @@ def args_of(decided: Decided) -> Args:
     own = {} if decided.changes_dialect else source.args or {}
     choices = dialect.choices_in({**written, **own})
     if source.args is None or source.files.common is None:
-        common = new_common(_with_torch_dtypes(written), _iteration(decided))
+        kept = _with_torch_dtypes(written) if decided.has_args else None
+        common = new_common(kept, _iteration(decided))
     else:
         kept = _replaced(decided, written)
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
@@ -223,7 +225,8 @@ def bridge_files(decided: Decided) -> list[TargetFile]:
         model = run_config.model_section(file, dims, given_of(decided), names.parallel)
     except (MappingError, UsageError) as e:
         if target.run_config:
-            raise UsageError(f"--run-config: {e}") from None
+            option = "--run-config" if names.mapping.has_args else f"--dialect {names.mapping.name}"
+            raise UsageError(f"{option}: {e}") from None
         return []
     has_state = decided.optimizer and bool(source.optimizer)
     if has_state:  # the state of the embedding loads with the same number of rows only

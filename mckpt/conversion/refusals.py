@@ -155,6 +155,11 @@ def refuse_choices(target: TargetOptions, dialect: MappingFile) -> None:
             f"--format {target.format}: a checkpoint of the dialect {dialect.name} has the keys of"
             " each rank only; give --format torch, or another --dialect"
         )
+    if not formats.get(target.format).global_keys and "local" not in dialect.choices["keys"]:
+        raise UsageError(
+            f"--format {target.format}: a checkpoint of the dialect {dialect.name} has the keys of"
+            " the whole model only; give --format torch_dist"
+        )
     for choice, asked, option in (
         ("transformer_impl", impl, f"--transformer-impl {impl}"),
         ("experts", grouped, target.experts_option),

@@ -181,7 +181,8 @@ def _inexact(source: Checkpoint, family: MappingFile, target: TargetOptions) -> 
     found = refuse_inexact(lost, target, f"family {family.name}")
     # Without a manifest the checkpoint was trained, and the trainer may have ignored some args.
     if source.files.described_by is None and not source.files.manifest:
-        warned = source.mapping.warnings(source.dims).items()
+        trained_by = source.model.run_config_file or source.mapping
+        warned = trained_by.warnings(source.dims).items()
         unsaid = {name: why for name, why in warned if name not in source.files.options.dims}
         found = found | refuse_inexact(unsaid, target, "config.json")
     return found

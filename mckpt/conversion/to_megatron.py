@@ -51,7 +51,7 @@ from mckpt.formats.hf_config import (
     read_config,
     side_files,
 )
-from mckpt.formats.megatron import megatron_args
+from mckpt.formats.megatron import megatron_args, run_config
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import Scaler
 from mckpt.formats.megatron.run_config import RUN_CONFIG
@@ -93,7 +93,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
     joined = join(moved.layout, layout)
     entries = {"optimizer": [param_groups, scalers]} if decided.optimizer else {}
     common = hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest()
-    facts = _facts(decided, joined, common, launch.flags, MAPPING in side.files)
+    flags = launch.flags if decided.has_args else {}
+    facts = _facts(decided, joined, common, flags, MAPPING in side.files)
     root = _side_root(source)
     return PlanData(
         moved,
@@ -122,10 +123,11 @@ def _decide(source: Checkpoint, destination: Destination, target: TargetOptions)
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
     parallel = _parallel(source, dialect, target, moved.dims)
-    target = replace(target, parallel=parallel)
+    run = target.run_config or not dialect.has_args
+    target = replace(target, parallel=parallel, run_config=run)
     refuse_sizes(dialect, moved.dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
-    inexact = _inexact(source, dialect, moved.dims, chosen["transformer_impl"], target)
+    inexact, bridged = _inexact(source, dialect, moved.dims, chosen["transformer_impl"], target)
     names = Names(dialect, moved.dims, chosen, parallel)
     kept = optimizer.keeps(moved, target)
     optimizer.refuse_others(moved, destination.format, target)
@@ -144,8 +146,9 @@ def _decide(source: Checkpoint, destination: Destination, target: TargetOptions)
         vocabulary.divisible_by,
         megatron,
         kept,
+        dialect.has_args and not bridged,
         inexact,
-        vocabulary.notes,
+        [*vocabulary.notes, *bridged],
     )
 
 
@@ -176,7 +179,11 @@ def _launch(decided: Decided, args: Args, side_files: Iterable[str]) -> megatron
 
 
 def _launch_files(decided: Decided, launch: megatron_args.Launch) -> list[TargetFile]:
-    """Returns the files that hold the flags of Megatron's training program."""
+    """Returns the files that hold the flags of Megatron's training program; none for a model that
+    the program does not compute.
+    """
+    if not decided.has_args:
+        return []
     files = megatron_args.files(launch, text_notes(decided.moved), decided.optimizer)
     return [TargetFile.whole(name, text.encode()) for name, text in files.items()]
 
@@ -442,22 +449,27 @@ def _choices(
 
 def _inexact(
     source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: TargetOptions
-) -> dict[str, str]:
+) -> tuple[dict[str, str], list[str]]:
     """Returns the features that Megatron computes differently and that the user accepts: name ->
-    reason.
+    reason. The trainer of the target decides: with a run_config.yaml it is Megatron-Bridge.
+
+    The second result is a note if Megatron-LM's own trainer does not compute the model, and
+    Megatron-Bridge does; else it is empty.
 
     Raises MappingError with all features that the user does not accept, and for a model that
     Megatron could not load.
     """
+    file = (run_config.mapping_file(dialect) if target.run_config else None) or dialect
     program = {
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
         "pp": target.parallel.pp,
+        "tp": target.parallel.tp,
         "format": target.format,
     }
-    refuse_unloadable(source, dialect, {**dims, **program})
+    refuse_unloadable(source, file, {**file.given, **dims, **program})
     if source.is_megatron:
-        return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}
+        return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}, []
     family = source.mapping
     unknown = {
         key: f"{key} is {value!r} in config.json, and {family.path.name} does"
@@ -465,7 +477,17 @@ def _inexact(
         for key, value in family.unknown(read_config(source.path)).items()
         if key != QUANTISED or not source.opened.quantised
     }
-    return refuse_inexact(dialect.inexact(dims, program), target, "Megatron", unknown)
+    stock = dialect.inexact(dims, program) if dialect.has_args else {}
+    accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
+    trainer = "Megatron" if file is dialect else "Megatron-Bridge"
+    lost = accepted | file.inexact(dims, program)
+    inexact = refuse_inexact(lost, target, trainer, unknown)
+    bridged = [f"{name} ({why})" for name, why in stock.items() if name not in inexact]
+    note = (
+        f"for Megatron-Bridge alone, without args and launch line: {dialect.trainer} would compute"
+        f" something else: {'; '.join(bridged)}"
+    )
+    return inexact, [note] * bool(bridged)
 
 
 def _lost(

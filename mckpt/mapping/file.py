@@ -26,6 +26,7 @@ from mckpt.mapping.forms import (
     lookup,
     major_minor,
     part,
+    put,
     view,
     whole,
 )
@@ -120,6 +121,7 @@ class MappingFile(NamedTuple):
     forms: Mapping[str, Form] = {}
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
+    specs: tuple[str, ...] = ()  # of a dialect: names in run_config.yaml that only it has
     nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
     registration: Registration = Registration()  # the order of the parameters of a dialect
     head: str = ""  # its name in heads.yaml, where that describes the model
@@ -151,6 +153,13 @@ class MappingFile(NamedTuple):
     def choices_for(self, megatron: list[int]) -> dict[str, Any]:
         """Returns the values of the choices that depend on the version of megatron-core."""
         return {name: e({"megatron": megatron}) for name, e in self.by_version.items()}
+
+    @property
+    def has_args(self) -> bool:
+        """Returns whether the checkpoints of this dialect have Megatron's args; without them,
+        run_config.yaml describes the model.
+        """
+        return bool(self.flags)
 
     # ---- tensors
 
@@ -405,14 +414,10 @@ class MappingFile(NamedTuple):
                 value = value if spec.write is None else spec.write(scope)
             except ExpressionError as e:
                 raise MappingError(f"{spec.where}: {name}: {e}") from None
-            path = spec.keys[0].split(".")
-            inner = config
-            for step in path[:-1]:
-                inner = inner.setdefault(step, {})
-            inner[path[-1]] = list(value) if isinstance(value, tuple) else value
+            put(config, spec.keys[0], list(value) if isinstance(value, tuple) else value)
         for key, expression in self.also.items():
             try:
-                config[key] = expression(scope)
+                put(config, key, expression(scope))
             except ExpressionError as e:
                 raise MappingError(f"{self.path.name}: also: {key}: {e}") from None
         return whole(config, self.inside)
@@ -503,16 +508,16 @@ class MappingFile(NamedTuple):
         """Returns dim -> reason, for each dim that the file can express and that the stock program
         computes differently.
 
-        scope: the dims, `megatron` and `transformer_impl` of the program, and `pp` and `format` of
-        the checkpoint. If one of these four is unknown, the entries that depend on it are left out.
-        loads: True or False selects the entries of models that the
-        program can or cannot load; None selects all.
+        scope: the dims, `megatron` and `transformer_impl` of the program, and `tp`, `pp` and
+        `format` of the checkpoint. If one of these five is unknown, the entries that depend on it
+        are left out. loads: True or False selects the entries of models that the program can or
+        cannot load; None selects all.
         """
         out = {}
         for name, entry in self.warned.items():
             if (
                 (loads is None or entry.loads == loads)
-                and {"megatron", "transformer_impl", "pp", "format"} & set(entry.when.names)
+                and {"megatron", "transformer_impl", "tp", "pp", "format"} & set(entry.when.names)
                 <= set(scope)
                 and entry.when(scope)
             ):

@@ -50,6 +50,14 @@ def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
     return value
 
 
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Sets config["a"]["b"] for the path "a.b"."""
+    *outer, last = path.split(".")
+    for step in outer:
+        config = config.setdefault(step, {})
+    config[last] = value
+
+
 def equal(a: Any, b: Any) -> bool:
     """Compares two values of a dim; a list equals a tuple of the same items."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

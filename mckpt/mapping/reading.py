@@ -59,6 +59,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "notes": list,
     "placeholders": list,
     "nested": list,
+    "specs": list,
     "registration": Node,
     "logical": Node,
     "dialects": Node,
@@ -264,19 +265,21 @@ def _default_dialect() -> str:
     raise MappingError(f"{folder('megatron')}: no dialect has `default: true`")
 
 
-def dialect_of(keys: Iterable[str], own: str | None = None) -> MappingFile:
+def dialect_of(keys: Iterable[str], own: str | None = None, run_config: str = "") -> MappingFile:
     """Returns the dialect that has most of the keys of a Megatron checkpoint; the default one if
     several have as many.
 
-    own: the user's family file, which may add rules to the dialects.
+    own: the user's family file, which may add rules to the dialects. run_config: the text of
+    run_config.yaml, in which one of the `specs` of a dialect decides before the keys.
     """
     known = names("megatron")
     # layers and experts have the same names: each name is looked up once
     counts = Counter(_NUMBERS.sub("0", key) for key in keys)
 
-    def score(file: MappingFile) -> tuple[int, bool]:
+    def score(file: MappingFile) -> tuple[bool, int, bool]:
+        stated = any(spec in run_config for spec in file.specs)
         known = {_NUMBERS.sub("0", first_key(rule.key)) for rule in file.rules}
-        return sum(counts[key] for key in known if key in counts), file.default
+        return stated, sum(counts[key] for key in known if key in counts), file.default
 
     return max((load("megatron", name, own) for name in known), key=score)
 
@@ -383,6 +386,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         forms=dict(read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
+        specs=tuple(root.get("specs") or ()),
         nested=tuple(root.get("nested") or ()),
         registration=read_registration(root.get("registration") or {}, problems),
     )

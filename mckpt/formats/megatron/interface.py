@@ -85,10 +85,13 @@ def has_tensors(value: Any) -> bool:
     return False
 
 
-def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:
-    """Returns the common state of a checkpoint that holds weights only."""
+def new_common(args: dict[str, Any] | None, iteration: int) -> dict[str, Any]:
+    """Returns the common state of a checkpoint that holds weights only.
+
+    args: None for a checkpoint without args.
+    """
     return {
-        "args": safe_pickle.namespace(**args),
+        **({} if args is None else {"args": safe_pickle.namespace(**args)}),
         VERSION: CHECKPOINT_VERSION,  # below 3.0 Megatron-LM reorders q, k and v
         "iteration": iteration,
         "num_floating_point_operations_so_far": 0,

@@ -45,6 +45,11 @@ def run_config_dims(
     return file.read(read_model(path), known, str(path), {**free, **given})
 
 
+def run_config_text(path: Path) -> str:
+    """Returns the text of a run_config.yaml; empty without the file."""
+    return read_file(path, _MAX_BYTES).decode("utf-8", "replace") if path.is_file() else ""
+
+
 def mapping_file(dialect: MappingFile) -> MappingFile | None:
     """Returns the mapping file that reads and writes the section `model` of checkpoints of this
     dialect; None if there is none.
@@ -65,14 +70,11 @@ def model_section(
         key for n, dim in file.dims.items() if mapping.schema().dims[n].optional for key in dim.keys
     }
     section: dict[str, Any] = {}
-    for path, value in file.write(dims, given).items():
-        if value is None and path not in optional:  # the provider's default is meant
-            continue
-        *outer, last = path.split(".")
-        inner = section
-        for step in outer:
-            inner = inner.setdefault(step, {})
-        inner[last] = value
+    for key, value in file.write(dims, given).items():
+        if isinstance(value, dict):
+            value = {k: v for k, v in value.items() if v is not None} or None
+        if value is not None or key in optional:  # else the provider's default is meant
+            section[key] = value
     section |= sizes(parallel)
     file.read(section, source=RUN_CONFIG)  # raises MappingError for what no provider has
     return section
