@@ -36,6 +36,7 @@ JUDGES = (
     "forward",
     "saved by megatron-core",
     "multi-token prediction",
+    "Megatron-Bridge's forward",
     "Megatron-Bridge",
     "layout",
     ACCEPTED,
@@ -56,6 +57,9 @@ transformers:
 - *Megatron-Bridge*: Megatron-Bridge 0.6.2 converted the same model to `torch_dist`. The keys,
   shapes and bits of all tensors equal those of mckpt, except for the padding of the vocabulary,
   which Megatron-Bridge does not write.
+- *Megatron-Bridge's forward*: Megatron-Bridge 0.6.2 built the model from the `run_config.yaml` that
+  mckpt wrote, filled all parameters with NaN, loaded the checkpoint, which left none of them,
+  computed the logits, and exported the weights bit for bit.
 - *multi-token prediction*: the logits of the layers that predict further tokens are compared with
   those of transformers as well.
 - *layout*: the keys and shapes equal those of the `sharded_state_dict()` of Megatron-Core's model.
@@ -71,7 +75,8 @@ judge cannot run. The wheels of megatron-core contain the stock trainer from 0.1
 it cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
 
 The dialect tells which model of Megatron-Core loads the checkpoint: `gpt` GPTModel, `hybrid`
-HybridModel (mckpt writes it with `--dialect hybrid`), `bert` BertModel, and `t5` T5Model.
+HybridModel (mckpt writes it with `--dialect hybrid`), `bert` BertModel, and `t5` T5Model; `bridge`
+is a GPTModel with layers of Megatron-Bridge's own.
 """
 SIZES = """
 ## The parallel sizes
@@ -180,7 +185,7 @@ def read() -> list[Row]:
 
 
 def _config(case: str) -> dict[str, Any]:
-    made = {*made_models.CASES, *made_models.ENCODER_DECODERS}
+    made = {*made_models.CASES, *made_models.ENCODER_DECODERS, *made_models.BRIDGE_MODELS}
     return made_models.config(case) if case in made else tiny.config(case)
 
 

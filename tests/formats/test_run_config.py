@@ -20,6 +20,7 @@ from mckpt.formats.megatron import run_config
 from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
+from tests.helpers import bridge_facts, made_models
 from tests.helpers.commands import Pt
 from tests.helpers.tiny import TinyModel
 
@@ -380,3 +381,97 @@ def test_a_run_config_that_cannot_be_loaded_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True, **wanted)
+
+
+@pytest.mark.parametrize("case", made_models.BRIDGE_MODELS)
+def test_models_of_megatron_bridge_have_its_run_config(case: str) -> None:
+    """Of those that only Megatron-Bridge computes, fixtures/bridge has what it saves."""
+    config, file = made_models.config(case), file_of("bridge")
+    dims = mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+    theirs = bridge_facts.read(case)["model"]
+    assert not apart(dims, file.read(theirs))
+    given = {"dtype": "float32", "experts": "grouped"}
+    assert not file.inexact(dims, given)
+    ours = run_config.model_section(file, dims, given, Parallel())
+    differ = {key for key, value in ours.items() if value is not None and value != theirs.get(key)}
+    of_the_run = {"attention_softmax_in_fp32", "moe_token_dispatcher_type", "pipeline_dtype"}
+    routing = {"moe_router_dtype", "moe_router_load_balancing_type"}
+    assert differ <= {*of_the_run, *routing, "should_pad_vocab"}
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "message"),
+    [
+        ("gemma2", {"rms_norm_eps": 1e-6}, "norms the outputs of attention and mlp with 1e-5"),
+        (
+            "gemma3",
+            {
+                "rope_local_base_freq": None,
+                "layer_types": ["full_attention"] * 6 + ["sliding_attention"],
+            },
+            "window_layers is",
+        ),
+        ("exaone4", {"sliding_window": 9, "layer_types": None}, "window_layers is [1, 1, 1, 0]"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias is False"),
+    ],
+)
+def test_a_model_that_megatron_bridge_computes_differently_is_refused(
+    case: str, changed: dict[str, Any], message: str
+) -> None:
+    config, file = made_models.config(case) | changed, file_of("bridge")
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    try:
+        lost = file.inexact(family.read(config))
+    except MappingError as refused:
+        lost = {"config": str(refused)}
+    assert message in "".join(lost.values())
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "kimi-k2", "gemma-2b"])
+def test_megatron_bridge_computes_models_that_pretrain_gpt_does_not(name: str) -> None:
+    dims = published(ROOT / "configs" / f"{name}.json")
+    assert mapping.load("megatron", "gpt").inexact(dims) and not file_of("gpt").inexact(dims)
+
+
+def test_a_model_for_megatron_bridge_alone_has_no_args(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model("llama-rope-scaled"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_scaling"]["factor"] = 32.0
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MappingError, match="--allow-inexact rope_factor"):
+        mckpt.plan(model, tmp_path / "stock")
+    plan = mckpt.plan(model, tmp_path / "bridge", run_config=True)
+    assert "for Megatron-Bridge alone" in plan.summary() and "rope_factor" in plan.summary()
+    plan.run()
+    unit = tmp_path / "bridge" / "release"
+    assert not list(unit.glob("megatron_args*")) and "args" not in Pt(unit / "common.pt").value
+    assert run_config.read_model(unit / RUN_CONFIG)["rope_scaling_factor"] == 32.0
+    (unit / "mckpt.json").unlink()
+    shutil.rmtree(tmp_path / "bridge" / "hf")
+    mckpt.plan(tmp_path / "bridge", tmp_path / "hf", format="hf").run()
+    assert json.loads((tmp_path / "hf/config.json").read_text())["rope_scaling"]["factor"] == 32.0
+    # the user's word keeps the args, as without run_config.yaml
+    mckpt.plan(model, tmp_path / "both", run_config=True, allow_inexact=["rope_factor"]).run()
+    assert (tmp_path / "both/release/megatron_args.sh").exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        ({"dialect": "bridge"}, MappingError, "Give --dialect gpt --run-config"),
+        ({"dialect": "bridge", "format": "torch"}, UsageError, "give --format torch_dist"),
+        ({"dialect": "bridge", "transformer_impl": "local"}, UsageError, "transformer_engine only"),
+    ],
+)
+def test_the_dialect_of_megatron_bridge_holds_its_own_layers_only(
+    wanted: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    tiny_model: TinyModel,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=message):
+        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", **wanted)

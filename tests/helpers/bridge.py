@@ -13,6 +13,9 @@ dicts with these entries; the results stand behind the arrow:
                 run_config.yaml and exports it
                 -> equal: number of exported tensors with the bits of source; differ: the others
                 -> step: of the checkpoint's train state
+    forward     with a checkpoint: true
+                -> unloaded: parameters that the checkpoint did not fill
+                -> difference: largest difference of a logit from transformers; largest: of a logit
 
 out_dir/NAME.json: ok, error {"0": warnings of Megatron-Bridge and traceback}, and the results.
 """
@@ -30,6 +33,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -53,7 +57,7 @@ def main() -> None:
         try:
             source = Path(case["source"])
             if "checkpoint" in case:
-                found = load(source, Path(case["checkpoint"]))
+                found = load(source, Path(case["checkpoint"]), case.get("forward", False))
             else:
                 found = convert(source, Path(case["destination"]))
             result = {"ok": True, **found}
@@ -141,11 +145,15 @@ def convert(source: Path, destination: Path) -> dict[str, Any]:
     return {"supported": True}
 
 
-def load(source: Path, checkpoint: Path) -> dict[str, Any]:
+def load(source: Path, checkpoint: Path, forward: bool) -> dict[str, Any]:
     """Loads a checkpoint by its run_config.yaml, exports it to Hugging Face as
-    AutoBridge.export_ckpt does, and compares every tensor of `source` with the result.
+    AutoBridge.export_ckpt does, and compares every tensor of `source` with the result. All
+    parameters are NaN before.
+
+    forward: also compares the logits with those that transformers computes of `source`.
     """
     from megatron.bridge import AutoBridge
+    from megatron.bridge.training import checkpointing
     from megatron.bridge.training.checkpointing import _get_train_state_from_state_dict
     from megatron.bridge.training.model_load_save import temporary_distributed_context
     from megatron.bridge.training.utils.checkpoint_utils import read_train_state
@@ -158,7 +166,14 @@ def load(source: Path, checkpoint: Path) -> dict[str, Any]:
     differ, equal = [], 0
     with temporary_distributed_context("gloo"):
         bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.float32)
-        model = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+        with mock.patch.object(
+            checkpointing,
+            "_load_model_weights_from_checkpoint",
+            filled_before(checkpointing._load_model_weights_from_checkpoint),
+        ):
+            model = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+        unloaded = [name for name, p in model[0].named_parameters() if p.isnan().any()]
+        judged = compare_logits(source, model[0]) if forward else {}
         for name, found in bridge.export_hf_weights(model, cpu=True, show_progress=False):
             expected = wanted.pop(name, None)
             if expected is None:
@@ -176,7 +191,49 @@ def load(source: Path, checkpoint: Path) -> dict[str, Any]:
     train = read_train_state(str(state)) if state.exists() else None
     train = train or _get_train_state_from_state_dict(common)
     left = [f"{name}: not exported" for name in wanted]
-    return {"equal": equal, "differ": differ + left, "step": train.step}
+    return {
+        "equal": equal,
+        "differ": differ + left,
+        "step": train.step,
+        "unloaded": unloaded,
+        **judged,
+    }
+
+
+def filled_before(load_weights: Any) -> Any:
+    """Returns a function that fills all parameters with NaN, and then loads them."""
+
+    def filled(path: Any, model: Any, **more: Any) -> Any:
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter.fill_(float("nan"))
+        return load_weights(path, model, **more)
+
+    return filled
+
+
+def compare_logits(source: Path, model: Any) -> dict[str, float]:
+    """Returns the largest difference between the logits of Megatron-Bridge's model and those of
+    transformers, and the largest logit.
+    """
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    config = reference.config
+    length = min(config.max_position_embeddings, 96)
+    tokens = torch.randint(config.vocab_size, (2, length), generator=torch.manual_seed(1))
+    positions = torch.arange(length)[None].expand(2, -1)
+    hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
+    model.config.apply_rope_fusion = False  # there is no kernel
+    with torch.no_grad():
+        wanted = reference(tokens).logits
+        found = model.eval()(tokens, positions, hidden)[..., : config.vocab_size]
+    return {
+        "difference": (found - wanted).abs().max().item(),
+        "largest": wanted.abs().max().item(),
+    }
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ CASES = tuple(sorted(path.stem for path in FAMILIES.glob("*.json")))
 SEQ2SEQ = FAMILIES / "encoder_decoder"
 ENCODER_DECODERS = tuple(sorted(path.stem for path in SEQ2SEQ.glob("*.json")))
 
+# these only Megatron-Bridge computes; tests/judge/test_bridge.py runs them
+OF_BRIDGE = FAMILIES / "bridge"
+BRIDGE_MODELS = tuple(sorted(path.stem for path in OF_BRIDGE.glob("*.json")))
+
 # models of transformers that no family has
 UNKNOWN = FAMILIES / "unknown"
 
@@ -44,7 +48,7 @@ AS_PUBLISHED = {
 
 def config(case: str) -> dict[str, Any]:
     """Returns the config.json of a case."""
-    folders = (FAMILIES, SEQ2SEQ, UNKNOWN)
+    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, UNKNOWN)
     path = next(p for folder in folders if (p := folder / f"{case}.json").exists())
     found: dict[str, Any] = json.loads(path.read_text())
     return found

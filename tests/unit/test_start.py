@@ -98,9 +98,10 @@ def test_plan_reads_the_mappings_of_one_family_and_one_dialect(tmp_path: Path) -
     check(found, 104, 110, {"click", "msgspec", "typing_extensions", "numpy", "yaml"})
     parts = ["common", "attention", "mlp", "args"]
     read = {"logical", "heads", "inert_keys", "hf/qwen3", "hf/llama", "megatron/gpt"}
-    # of bert.yaml only the text, to learn that it is not the default dialect
+    # of these two only the text, to learn that neither is the default dialect
     assert set(found.mappings) == read | {f"megatron/parts/{name}" for name in parts} | {
-        "megatron/bert"
+        "megatron/bert",
+        "megatron/bridge",
     }
     assert len(found.mappings) <= 13
 
