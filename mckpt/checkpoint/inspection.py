@@ -141,7 +141,8 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     here = {n for b in bound for n in b.rule.of}
     fit, problems = [], list[str]()
     for dialect in (mapping.load("megatron", d, str(file)) for d in mapping.names("megatron")):
-        apart = _misfits(file, here, dialect, dims)
+        unlike = dialect.warnings(dims, loads=False).values()
+        apart = _misfits(file, here, dialect, dims) or list(unlike)
         if not apart:
             fit.append(dialect.name)
         elif dialect.default:

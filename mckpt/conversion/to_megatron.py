@@ -467,7 +467,8 @@ def _inexact(
         "tp": target.parallel.tp,
         "format": target.format,
     }
-    refuse_unloadable(source, file, {**file.given, **dims, **program})
+    refuse_unloadable(source, dialect, {**dims, **program})
+    refuse_unloadable(source, file, {**dims, **program})
     if source.is_megatron:
         return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}, []
     family = source.mapping
