@@ -33,13 +33,13 @@ ENVIRONMENT = {
 }
 
 
-def require(*modules: str) -> None:
-    """Raises MissingExtra if one of these modules is not installed."""
+def require(*modules: str, extra: str = "verify") -> None:
+    """Raises MissingExtra if one of these modules, which are in `extra`, is not installed."""
     missing = [m for m in modules if importlib.util.find_spec(m.split(".")[0]) is None]
     if missing:
         raise MissingExtra(
             f"running models needs {', '.join(missing)}, not installed here: pip install"
-            " 'mckpt[verify]'"
+            f" 'mckpt[{extra}]'"
         )
 
 

@@ -10,6 +10,7 @@ import click
 
 from mckpt.cli import shared, terminal
 from mckpt.cli.options import (
+    DIRECTORY,
     FILE,
     OUTPUT_FILE,
     PATH,
@@ -53,6 +54,11 @@ comparison_option = in_section("Comparison")
 )
 @comparison_option(
     "--steps", type=WholeNumber(2), default=4, help="Number of steps at --level train."
+)
+@comparison_option(
+    "--adapter",
+    type=DIRECTORY,
+    help="An adapter (LoRA) of PEFT that MEGATRON has merged into the weights of HF.",
 )
 @shared.run_options("the checkpoint's for torch files, else 1")
 @shared.iteration_option

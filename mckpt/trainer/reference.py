@@ -7,6 +7,8 @@ job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences 
 casts (dtypes that the checkpoint's weights were cast to, one after the other), uncast (the names of
 weights that were not cast), and of the further sequences that are tried while some expert is not
 reached: vocab_size, length, and instead (pairs of a token that must not occur and the one to take).
+With an adapter also adapter (its directory), base (the directory without it; hf has the merged
+weights) and stored (the dtype of the base's weights), for mckpt/trainer/unmerged.py.
 For a model around the decoder of a causal language model also head: whether that one's output layer
 is tied, and carried, the patterns of tensors that it does not have.
 
@@ -33,7 +35,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mckpt.errors import MappingError, SourceError
-from mckpt.trainer import points
+from mckpt.trainer import points, unmerged
 
 TRIES = 64  # further sequences that are run to reach every expert
 # A noise above this share of the largest logit is measured again. On a CPU the noise of the 13
@@ -45,6 +47,8 @@ LESS = 10.0  # the second measurement counts if it is this many times smaller
 def main(job: dict[str, Any]) -> None:
     out, sequences = Path(job["out"]), [list(s) for s in job["sequences"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if "adapter" in job:
+        unmerged.run(load(job["base"], "float32", device, job.get("head")), job, logits, reordered)
     model = load(job["hf"], "float32", device, job.get("head"))
     points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()

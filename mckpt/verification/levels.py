@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mckpt import formats, launching
+from mckpt.adapters import merging, peft
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning
@@ -81,6 +82,7 @@ class Options:
     sequences: int = SEQUENCES
     length: int = LENGTH
     tokens: str | Path | None = None  # a file of further sequences
+    adapter: str | Path | None = None  # of PEFT, which the checkpoint has merged
     iteration: int | None = None
     family: str | None = None
     mapping: str | None = None
@@ -108,6 +110,7 @@ def verify(
     sequences: int = SEQUENCES,
     length: int = LENGTH,
     tokens: str | Path | None = None,
+    adapter: str | Path | None = None,
     iteration: int | None = None,
     family: str | None = None,
     mapping: str | None = None,
@@ -125,6 +128,8 @@ def verify(
         "train" also trains a few `steps` at two parallel layouts and compares the losses.
     tp, pp, vpp, ep, etp: sizes of the run; None means those of the checkpoint for `torch` files,
         else 1. cp: context-parallel size.
+    adapter: a directory of PEFT. The checkpoint must have the weights of `hf` with this adapter
+        merged. transformers also runs with the adapter beside the weights.
     sequences, length: number of random sequences, and tokens in each. tokens: a file of more.
     keep: a directory for the arrays of both sides, which are removed otherwise.
     timeout_s: seconds that one collective may take.
@@ -145,6 +150,7 @@ def verify(
         sequences=sequences,
         length=length,
         tokens=tokens,
+        adapter=adapter,
         iteration=iteration,
         family=family,
         mapping=mapping,
@@ -180,6 +186,8 @@ def verify_all(
             Checkpoint.open(checkpoints[0], SourceOptions(iteration=options.iteration))
         )
         options = replace(options, mapping=left.files.options.mapping)
+    if options.adapter is not None:
+        left = merging.merge(left, peft.open_adapter(options.adapter))
     if options.level == "bytes":
         options.tell("comparing all stored values")
         return [_bytes(left, Checkpoint.open(path, _known(left, options))) for path in checkpoints]
@@ -196,6 +204,8 @@ def verify_all(
         )
     sparse_copy.refuse(left.path, f"--level {options.level}")
     launching.require("torch", "transformers", "megatron", "psutil")
+    if options.adapter is not None:
+        launching.require("peft", extra="adapters")
     _ = left.layout  # damage is reported before any process starts
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -263,8 +273,9 @@ def _run(
         *read_tokens(options.tokens, vocab_size),
         *random_sequences(left.dims, options.sequences, options.length, instead),
     ]
-    if left.opened.quantised:
-        options.tell("writing a dequantised copy for transformers")
+    if left.opened.quantised or left.merging:
+        copied = "dequantised copy" if left.opened.quantised else "copy with the merged weights"
+        options.tell(f"writing a {copied} for transformers")
     reference: dict[str, Any] = {
         "hf": str(_as_transformers_reads_it(left, work)),
         "out": str(work),
@@ -278,6 +289,10 @@ def _run(
         # without the layers of multi-token prediction, which neither model runs
         "parts": left.dims["layer_parts"][: left.dims["num_layers"]],
     }
+    if left.merging is not None:
+        base = _as_transformers_reads_it(replace(left, merging=None), work, "base")
+        given = {"adapter": str(left.merging.adapter.path), "base": str(base)}
+        reference |= given | {"stored": most_dtype(left)}
     if left.mapping.head:  # transformers runs the causal language model around the same decoder
         without = list(left.mapping.form({}).carried)
         reference["head"] = {"tied": left.dims["tied"], "carried": without}
@@ -328,16 +343,16 @@ def _run(
     return found
 
 
-def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
-    """Returns the directory; for a quantised one a dequantised copy, and for names with wrappers a
-    copy without them.
+def _as_transformers_reads_it(left: Checkpoint, work: Path, name: str = "plain") -> Path:
+    """Returns the directory; for a quantised one a dequantised copy, for names with wrappers a copy
+    without them, and with an adapter a copy with the merged weights.
 
     transformers 5 runs 8 bits on few GPUs. Elsewhere it misreads blocks that do not divide a weight
     (integrations/finegrained_fp8.py).
     """
-    if not left.opened.quantised and not left.opened.notes:
+    if not (left.opened.quantised or left.opened.notes or left.merging):
         return left.path
-    copy = work / "plain"
+    copy = work / name
     planning.make_plan(left, copy, TargetOptions(format=formats.HUGGING_FACE)).run(checksum="none")
     return copy
 

@@ -37,6 +37,11 @@ ROUNDING = 2.0**-21
 # Noises of the router's logits: rounding may decide between two experts that score this close.
 TIES = 30.0
 
+# The tolerance of merged weights, as a part of the difference that rounding them makes. PEFT and
+# mckpt add in another order, and so round a few in 10,000 weights to another neighbour, which made
+# 0 to 0.1 of that difference.
+ROUNDED = 0.5
+
 SCATTERED = 2000  # pairs of logits in a plot
 
 
@@ -77,6 +82,48 @@ class Runs:
         """Returns the largest absolute value of the reference's fp32 logits."""
         paths = (self.work / f"logits.{index}.npy" for index in range(len(self.sequences)))
         return max(float(np.abs(np.load(path, mmap_mode="r")).max()) for path in paths)
+
+
+# ------------------------------------------------------------------------------ with an adapter
+
+
+def measure_adapter(runs: Runs) -> dict[str, Any] | None:
+    """Measures how far the merged weights are from transformers with PEFT; None without an adapter.
+
+    Each number is the median over all positions of the largest difference of a logit. A tie between
+    two experts, which rounding may decide otherwise, moves few positions.
+
+    moved: by the adapter. apart: of the merged weights and those that PEFT merges, both rounded.
+    rounding: what rounding the merged weights moves. noise: of transformers with PEFT.
+    """
+    keys = ("moved", "apart", "rounding", "noise", "merging")
+    found: dict[str, list[np.ndarray]] = {key: [] for key in keys}
+    largest = 0.0
+    for index in range(len(runs.sequences)):
+        path = runs.work / f"adapter.{index}.npz"
+        if not path.exists():
+            continue
+        ours = np.load(runs.work / f"logits.{index}.npy")
+        with np.load(path) as arrays:
+            pairs = (
+                (arrays["unmerged"], arrays["base"]),
+                (ours, arrays["rounded"]),
+                (arrays["rounded"], arrays["merged"]),
+                (arrays["again"], arrays["unmerged"]),
+                (arrays["merged"], arrays["unmerged"]),
+            )
+            for key, (a, b) in zip(keys, pairs, strict=True):
+                found[key].append(np.abs(a - b).max(-1))
+            largest = max(largest, float(np.abs(arrays["unmerged"]).max()))
+    if not found["moved"]:
+        return None
+    measured = {key: float(np.median(np.concatenate(found[key]))) for key in keys}
+    least = NOISE * max(measured["noise"], ROUNDING * largest)
+    return measured | {
+        "largest": largest,
+        "merging_tolerance": least,
+        "tolerance": max(least, ROUNDED * measured["rounding"]),
+    }
 
 
 # -------------------------------------------------------------------------- positions that count

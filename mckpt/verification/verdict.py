@@ -27,6 +27,7 @@ from mckpt.verification.measuring import (
     SHARE,
     Runs,
     locate,
+    measure_adapter,
     measure_coverage,
     measure_logits,
     measure_low_logits,
@@ -88,6 +89,13 @@ class Verdict:
             out.append(
                 f"{tokens['judged']:,} of {tokens['positions']:,} positions of"
                 f" {tokens['sequences']} sequences; {', '.join(reached)}"
+            )
+        if adapter := facts.get("adapter"):
+            out.append(
+                f"adapter: it moves the logits by {adapter['moved']:.3g}; merged they differ from"
+                f" transformers with PEFT by {adapter['apart']:.3g}, tolerance"
+                f" {adapter['tolerance']:.3g} (rounding the merged weights moves them by"
+                f" {adapter['rounding']:.3g}, noise {adapter['noise']:.3g}; medians over positions)"
             )
         if values := facts.get("values"):
             cast = ""
@@ -162,6 +170,8 @@ def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks:
     }
     if again := runs.facts.get("measured_again"):
         facts["measured_again"] = again
+    if (merging := pair.left.merging) and (measured := measure_adapter(runs)):
+        facts["adapter"] = {"path": str(merging.adapter.path), **measured}
     facts |= {
         "points": measure_points(runs, positions.counted),
         "tokens": {
@@ -190,6 +200,7 @@ def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks:
     if len(stored) > LISTED:
         reasons.append(f"and {len(stored) - LISTED:,} more")
     reasons += positions.faults
+    reasons += _adapter_faults(facts)
     reasons += filter(None, (too_far(dtype, found) for dtype, found in facts["logits"].items()))
     if reasons:
         facts["where"] = locate(pair, values, runs, facts, positions.counted)
@@ -246,6 +257,25 @@ def say_dim(dim: dict[str, Any]) -> str:
     )
 
 
+def _adapter_faults(facts: dict[str, Any]) -> list[str]:
+    """Returns the reasons why the weights are not those of the base with the adapter."""
+    found = facts.get("adapter")
+    if not found:
+        return []
+    out = []
+    if not found["apart"] <= found["tolerance"]:
+        out.append(
+            f"the logits of the merged weights differ by {found['apart']:.3g} from those of"
+            f" transformers with PEFT, and the tolerance is {found['tolerance']:.3g}"
+        )
+    if not found["merging"] <= found["merging_tolerance"]:
+        out.append(
+            f"PEFT's own merge moves the logits by {found['merging']:.3g}, more than its noise"
+            f" {found['merging_tolerance']:.3g}: it does not merge this adapter right"
+        )
+    return out
+
+
 def incomplete(facts: dict[str, Any]) -> list[str]:
     """Returns the reasons why a run that found no fault does not prove that there is none."""
     out, coverage, tokens = [], facts["coverage"], facts["tokens"]
@@ -266,6 +296,12 @@ def incomplete(facts: dict[str, Any]) -> list[str]:
             " that is"
         )
     out += _weak_margins(*next(iter(facts["logits"].items())))
+    adapter = facts.get("adapter")
+    if adapter and adapter["moved"] < FAULT * adapter["tolerance"]:
+        out.append(
+            f"the adapter moves the logits by only {adapter['moved']:.3g}, less than {FAULT:g}"
+            f" times the tolerance {adapter['tolerance']:.3g}: a wrong scale of it could be missed"
+        )
     if tokens["judged"] < tokens["positions"] / 2:
         out.append(
             f"only {tokens['judged']:,} of {tokens['positions']:,} positions could be judged:"

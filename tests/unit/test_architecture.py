@@ -58,7 +58,7 @@ MAY = words(
         "api": f"{CORE} adapters checking checkpoint containers conversion execute formats",
         "pages": f"{CORE} checkpoint conversion formats",
         "launching": "errors execute",
-        "verification": UPPER,
+        "verification": f"{UPPER} adapters",
         "cli": f"{UPPER} adapters api checking execute verification",
         "trainer": "errors execute formats geometry",
         "live": f"{CORE} api checkpoint containers conversion execute formats",
