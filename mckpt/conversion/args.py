@@ -79,6 +79,8 @@ def args_of(decided: Decided) -> Args:
     if source.args is None or source.files.common is None:
         kept = _with_torch_dtypes(written) if decided.has_args else None
         common = new_common(kept, _iteration(decided))
+        if decided.optimizer:
+            common |= optimizer.common_state(decided.moved, decided.destination.format)
     else:
         kept = _replaced(decided, written)
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})

@@ -134,13 +134,15 @@ def _count(names: Names, megatron: list[int]) -> int:
     return registration.num_optimizers(names.parallel, names.dims["num_experts"], megatron)
 
 
-def prove(source: Checkpoint, look: bool = True) -> Proof:
+def prove(source: Checkpoint, look: bool = True, share: slice = slice(None)) -> Proof:
     """Compares each master copy, rounded to the weight's dtype, with the weight. Those that the run
     kept in fp16 may differ by its rounding.
 
-    source: a checkpoint with its optimizer. look: False only counts, without reading. Raises
-    SourceError with all weights that differ: their states belong to other weights, or weights and
-    optimizer are not of the same step.
+    source: a checkpoint with its optimizer. look: False only counts, without reading.
+    share: the weights that are compared, if several processes share the work.
+
+    Raises SourceError with all weights that differ: their states belong to other weights, or
+    weights and optimizer are not of the same step.
     """
     is_parameter = source.mapping.registration.is_parameter
     rules = [b.rule for b in source.names.bound if not is_parameter(b.rule.key)]
@@ -154,7 +156,7 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
 
         compare = partial(comparison.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            apart = [text for text in pool.map(compare, with_master) if text]
+            apart = [text for text in pool.map(compare, with_master[share]) if text]
         args = source.args or {}
         if apart and args.get("use_precision_aware_optimizer") and args.get("bf16") and not half:
             raise UsageError.of(f"{source.path}: {LOW_BITS}:", apart)

@@ -206,7 +206,7 @@ def _facts(
     """
     source, moved, target = decided.source, decided.moved, decided.target
     dialect, kept = decided.names.mapping, decided.optimizer
-    look = not decided.destination.helps
+    look = moved.opened.format.readable and not decided.destination.helps
     state = optimizer.facts(moved, look) if kept else None
     notes = [
         *quantised_notes(moved),

@@ -132,6 +132,7 @@ class Format:
     layer_keys: bool = False  # it can have one key for all layers, or one for each
     common_object: bool = False  # it can keep the common state as an object, as from 0.19 on
     optimizer: bool = False  # the state of an optimizer can be written
+    readable: bool = True  # this process can read all elements; those of a live model it cannot
     last: str = ""  # the file that makes the directory a checkpoint for loaders; published last
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ While a thread reads one window, the one that it read before is on its way to th
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import collected, ranks_of, release
+from mckpt.live.resuming import Resumed, masters_in_fp32
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
@@ -52,6 +54,10 @@ class Window(NamedTuple):
     @property
     def expert(self) -> bool:
         return self.weights[0].expert
+
+    @property
+    def state(self) -> bool:
+        return self.weights[0].state
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yields the bytes of each weight that lie in the window, and their place in it."""
@@ -78,6 +84,8 @@ def load(
     threads: int = 0,
     broadcast: bool = False,
     optimizer: Any = None,
+    load_optimizer: bool = False,
+    scheduler: Any = None,
 ) -> dict[str, float]:
     """Fills the parameters of a live model from a checkpoint of any format. All ranks call it.
 
@@ -90,10 +98,14 @@ def load(
     threads: 0 means one per core that a rank has, at most 8.
     broadcast: of the ranks that hold the same parameters, each reads a part and sends it to the
         others. Faster where storage is slower than the network.
-    optimizer: its master copies are set to the new parameters afterwards.
+    optimizer: what get_megatron_optimizer() returned. Its master copies are set to the new
+        parameters afterwards.
+    load_optimizer: fill the state of the optimizer too: moments, master copies, the count of steps
+        and the settings of the param_groups, of a training checkpoint of any sizes and format.
+    scheduler: of the learning rate, an OptimizerParamScheduler; load_optimizer sets it too.
 
-    Returns the seconds of each part of the work on this rank: "describe" (the model), "open" (the
-    source), "plan", "fill", "share" (with replicas), "optimizer"; and of all threads of "fill"
+    Returns the seconds of each part of the work on this rank: "open" (the source), "describe" (the
+    model), "plan", "fill", "share" (with replicas), "optimizer"; and of all threads of "fill"
     together, "read" and "wait" (for the device).
 
     Raises one error on all ranks: those of `mckpt.open`, and CoverError, SourceError or
@@ -103,12 +115,41 @@ def load(
     most = parse_size(max_memory, "--max-memory")
     clock = _Clock()
     memory = own_result(lambda: Memory(model_chunks))
-    model = collected(memory, own=True)
-    clock.ends("describe")
-    opened = own_result(lambda: opened_source(source))
+    opened = own_result(lambda: opened_source(source, load_optimizer))
     clock.ends("open")
+    if load_optimizer:
+        with own_result(lambda: Resumed(opened, optimizer, scheduler)) as resumed:
+            gathered(resumed.allocate)
+            _load(memory, opened, resumed, most, threads, broadcast, clock)
+            gathered(resumed.finish)
+    elif scheduler is not None:
+        raise UsageError("scheduler: it is set from a training checkpoint; give load_optimizer too")
+    else:
+        _load(memory, opened, None, most, threads, broadcast, clock)
+        if optimizer is not None:
+            optimizer.reload_model_params()
+    clock.ends("optimizer")
+    return clock.seconds
+
+
+def _load(
+    memory: Memory,
+    opened: Checkpoint,
+    resumed: Resumed | None,
+    most: int,
+    threads: int,
+    broadcast: bool,
+    clock: _Clock,
+) -> None:
+    """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
+    model = collected(memory, own=True, optimizer=resumed and resumed.optimizer)
+    if resumed is not None:
+        model = model.with_optimizer()
+    clock.ends("describe")
     filling = own_result(lambda: plan(opened, model))
     release(model)
+    if resumed is not None:
+        gathered(resumed.prove)
     windows = list(_windows(memory, filling, _window_bytes(most, _threads(threads, most))))
     mine = _readers(windows) if broadcast else np.ones(len(windows), bool)
     chosen = [window for window, own in zip(windows, mine, strict=True) if own]
@@ -121,10 +162,6 @@ def load(
         views = [memory.view(p.at, p.dtype, p.sizes, p.strides) for p in (other, part)]
         views[0].copy_(views[1])
     clock.ends("share")
-    if optimizer is not None:
-        optimizer.reload_model_params()
-    clock.ends("optimizer")
-    return clock.seconds
 
 
 class _Clock:
@@ -140,9 +177,10 @@ class _Clock:
         self.seconds[part], self._last = now - self._last, now
 
 
-def opened_source(source: str | Path | Checkpoint) -> Checkpoint:
+def opened_source(source: str | Path | Checkpoint, with_optimizer: bool = False) -> Checkpoint:
     """Returns the checkpoint, with its headers read."""
     found = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    found = found.with_optimizer() if with_optimizer else found
     _ = found.layout
     return found
 
@@ -152,8 +190,13 @@ def join_models(source: Checkpoint, model: Checkpoint) -> tuple[Joined, Layout]:
     moved = _with_rows(source, model)
     described = model.with_dims(moved.dims)
     refuse_misfit(moved, described.names, "the live model")
+    unused = masters_in_fp32(moved, described) if moved.has_states else set()
     # what Megatron's models do not have, such as a vision tower, has no place in this one
-    held = [s for s in moved.layout.stored if not s.carried]
+    held = [
+        s
+        for s in moved.layout.stored
+        if not (s.carried or unused & {piece.tensor for piece in s.pieces})
+    ]
     layout = Layout(moved.layout.files, held, moved.layout.shapes)
     return join(layout, described.layout), described.layout
 
@@ -221,14 +264,14 @@ def _window_bytes(max_memory: int, threads: int) -> int:
 
 def _windows(memory: Memory, filling: Filling, most: int) -> Iterator[Window]:
     """Yields the places of this rank that are to be filled, in windows of at most `most` bytes: the
-    weights of the experts behind all others.
+    weights, those of the experts, and the state of the optimizer.
     """
     # a shard of the vocabulary may have padding only
     at = np.sort(np.concatenate([filling.at, filling.padded]))
     filled = [w for w in memory.weights if _slice(at, w.at, w.at + w.nbytes)]
-    for expert in (False, True):
+    for state, expert in itertools.product((False, True), repeat=2):
         held: list[Weight] = []
-        for weight in (w for w in filled if w.expert == expert):
+        for weight in (w for w in filled if (w.state, w.expert) == (state, expert)):
             end = weight.at + weight.nbytes
             if held and end - held[0].at > most:
                 yield Window(held[0].at, held[-1].at + held[-1].nbytes, tuple(held))
@@ -248,13 +291,16 @@ def _slice(at: np.ndarray, start: int, end: int) -> range:
 
 
 def _readers(windows: Sequence[Window]) -> np.ndarray:
-    """Returns which windows this rank reads, if those that hold the same weights take turns."""
+    """Returns which windows this rank reads, if those that hold the same weights take turns. Each
+    rank reads the state of its own optimizer.
+    """
     import torch.distributed as dist
 
     groups = {expert: _group(expert) for expert in (False, True)}
     turns = [dist.get_rank(groups[w.expert]) for w in windows]
     sizes = [dist.get_world_size(groups[w.expert]) for w in windows]
-    return np.arange(len(windows)) % np.array(sizes or [1]) == np.array(turns, "i8")
+    own = np.array([w.state for w in windows], bool)
+    return own | (np.arange(len(windows)) % np.array(sizes or [1]) == np.array(turns, "i8"))
 
 
 def _group(expert: bool) -> Any:
@@ -273,7 +319,7 @@ def _broadcast(windows: Sequence[Window]) -> None:
     for number, window in enumerate(windows):
         group = _group(window.expert)
         size = dist.get_world_size(group)
-        for piece, _ in window.pieces() if size > 1 else ():
+        for piece, _ in window.pieces() if size > 1 and not window.state else ():
             call(dist.broadcast, piece, dist.get_global_rank(group, number % size), group=group)
 
 

@@ -42,17 +42,20 @@ class Part(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A parameter or a buffer of this rank. It is looked up in its module each time, because a
-    framework may replace it, as by moving it to the host and back.
+    """A parameter or a buffer of this rank, or a tensor of its optimizer's state.
+
+    It is looked up in its module each time, because a framework may replace it, as by moving it to
+    the host and back.
     """
 
     name: str
-    module: Any
+    module: Any  # of a state: an object with the tensor
     attribute: str
     at: int  # the place of its first byte
     nbytes: int
     expert: bool  # its copies are in the data-parallel group of the experts
     parameter: bool
+    state: bool = False  # of an optimizer; other ranks may hold other elements of it
 
     def tensor(self) -> torch.Tensor:
         """Returns its elements as one axis."""
@@ -100,6 +103,20 @@ class Memory:
         self.nbytes = end
         self._places = [weight.at for weight in self.weights]
         self._flat: dict[tuple[int, str], torch.Tensor] = {}
+
+    def add(self, name: str, state: Any, expert: bool) -> int:
+        """Adds a tensor of the optimizer's state behind all others, and returns the place of its
+        first byte. It is the attribute `tensor` of `state`.
+        """
+        at, nbytes = self.nbytes, state.tensor.numel() * state.tensor.element_size()
+        self.weights.append(Weight(name, state, "tensor", at, nbytes, expert, False, True))
+        self._places.append(at)
+        self.nbytes += -(-nbytes // ALIGN) * ALIGN
+        return at
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns the number of the weight that a parameter is; None if the model lacks it."""
+        return self._at.get(tensor.data_ptr())
 
     def refresh(self) -> None:
         """Forgets where the weights were: `view` looks for them again."""

@@ -16,6 +16,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
+from mckpt.containers import safe_pickle
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
@@ -24,19 +25,23 @@ from mckpt.formats import places
 from mckpt.formats.base import Names
 from mckpt.formats.megatron import torch_dist
 from mckpt.formats.megatron.chunked import Chunked, Files
-from mckpt.formats.megatron.interface import Common
+from mckpt.formats.megatron.interface import MARKS, Common
+from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.save_directory import IterationDirectory
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.memory import Memory, Part
+from mckpt.live.optimizer import LiveOptimizer, Recorded, parts_of
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-FORMAT = replace(torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False)
+FORMAT = replace(
+    torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False, readable=False
+)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -83,6 +88,7 @@ class Ranks(Chunked):
             items[at] = f"rank_{rank:06d}", part.at, part.nbytes
             self.copies += [(part, other) for other in mine[1:] if other.at != part.at]
         self.sizes: list[int] = []  # bytes of the memory of each rank
+        self.optimizer: Recorded | None = None  # that of the model, if its state is among the parts
         super().__init__(root, Metadata(tensors, [], items, {}))
 
     def place(
@@ -117,9 +123,18 @@ class OpenedModel(torch_dist.TorchDist):
         super().__init__(directory, FORMAT)
         self.sizes = sizes
         self.temporary = ExitStack()  # removes the directory that stands for the model
-        common = Common({}, "the live model")
-        common.args = None if args is None else dict(args)
-        self.__dict__["common"] = common  # a cached property that reads files
+        self.state = directory.optimizer
+        fields: dict[str, Any] = {"content_metadata": dict(MARKS)}
+        if args is not None:
+            fields["args"] = safe_pickle.namespace(**args)
+        if self.state is not None:
+            fields |= {"optimizer": self.state.common(), **self.state.schedule}
+        # a cached property that reads files
+        self.__dict__["common"] = Common(fields, "the live model")
+
+    @property
+    def _common(self) -> tuple[dict[str, Any], Any, str]:
+        return self.common.fields, {}, self.common.where
 
     def parallel(self) -> Parallel:
         """Returns the sizes of the args, which describe uneven pipelines too; else the running
@@ -127,8 +142,10 @@ class OpenedModel(torch_dist.TorchDist):
         """
         return self.sizes if self.common.args is None else self.common.parallel()
 
-    def optimizer(self, names: Any) -> None:
-        return None
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the state of the live optimizer; None if it is not among the parts."""
+        found = super().optimizer(names) if self.state else None
+        return found and found._replace(scalers=self.state.scalers)
 
     def layout(self, names: Names) -> Layout:
         """Returns the logical box that each part holds. Raises SourceError with every parameter
@@ -170,7 +187,11 @@ def describe(model_chunks: Sequence[Any], **described: Unpack[Described]) -> Che
 
 
 def collected(
-    memory: Memory, described: Described | None = None, *, own: bool = False
+    memory: Memory,
+    described: Described | None = None,
+    *,
+    own: bool = False,
+    optimizer: LiveOptimizer | None = None,
 ) -> Checkpoint:
     """Returns the model whose chunks all ranks have in their memory. Its layout is not proved.
 
@@ -184,20 +205,25 @@ def collected(
         raise TypeError(f"unexpected keyword: {', '.join(sorted(unknown))}")
     options = own_result(lambda: _options(described))
 
-    def parts() -> tuple[list[Part], int]:
+    def parts() -> tuple[list[Part], int, Recorded | None]:
         found, problems = memory.parts()
         if problems:
             raise SourceError.of("the model has weights that cannot be described:", problems)
-        return found, memory.nbytes
+        if optimizer is None:
+            return found, memory.nbytes, None
+        more = parts_of(memory, optimizer, found, to_save=not own)
+        return found + more, memory.nbytes, optimizer.recorded()
 
     every = gathered(parts)
-    held = [own_parts for own_parts, _ in every]
+    held = [own_parts for own_parts, _, _ in every]
     temporary = ExitStack()
     root = temporary.enter_context(sparse_copy.scratch())
     show_as(str(root), "the live model")
     temporary.callback(show_again, str(root))
     directory = Ranks(root, held, rank_and_world()[0] if own else None)
-    directory.sizes = [nbytes for _, nbytes in every]
+    directory.sizes = [nbytes for _, nbytes, _ in every]
+    if recorded := [one for _, _, one in every if one is not None]:
+        directory.optimizer = Recorded.merged(recorded)
     args = described.get("args")
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
     opened = OpenedModel(directory, sizes_of(memory), plain)
@@ -245,7 +271,9 @@ def sizes_of(memory: Memory) -> Parallel:
 
 
 def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the args of Megatron-LM that are plain values; a dtype becomes its name."""
+    """Returns the args of Megatron-LM that are plain values, and those that are dtypes of torch, as
+    a checkpoint stores them.
+    """
     out = {}
     for name, value in args.items():
         if isinstance(value, _PLAIN) or (
@@ -253,7 +281,7 @@ def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
         ):
             out[name] = value
         elif str(value).startswith("torch."):
-            out[name] = str(value)
+            out[name] = safe_pickle.torch_dtype(str(value).removeprefix("torch."))
     if not out:
         raise UsageError("args: has no args of Megatron; give what get_args() returns")
     return out

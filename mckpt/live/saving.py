@@ -29,6 +29,7 @@ from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import Batches
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, ranks_of, release
+from mckpt.live.optimizer import LiveOptimizer, apart
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import REPLACED, discard
@@ -44,12 +45,16 @@ def save(
     threads: int = 1,
     checksum: str = "crc32",
     allow_overflow: bool = False,
+    optimizer: Any = None,
+    scheduler: Any = None,
     **options: Any,
 ) -> Future[dict[str, Any]]:
     """Writes a live model as a checkpoint of any format and at any parallel sizes. All ranks call
     it. `dst` must be one directory that all ranks see.
 
     background: return when the weights are copied to the host, and write while the model is used.
+    optimizer: what get_megatron_optimizer() returned; its state is saved too, for formats of
+        Megatron. scheduler: the OptimizerParamScheduler, whose state is saved with it.
     threads: of each rank. max_memory: bytes of the buffers of one rank, beside the copy.
 
     The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
@@ -64,8 +69,14 @@ def save(
         max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
     )
     memory = own_result(lambda: Memory(model_chunks))
+    held = None
+    if optimizer is not None:
+        held = own_result(lambda: LiveOptimizer(optimizer, scheduler))
     names = options.keys() & Described.__annotations__.keys()
-    model = collected(memory, cast(Described, {name: options.pop(name) for name in names}))
+    described = cast(Described, {name: options.pop(name) for name in names})
+    model = collected(memory, described, optimizer=held)
+    if held is not None:
+        gathered(lambda: _prove(memory, held))
     copy = own_result(lambda: _file(memory, model))
     planned = own_result(lambda: _planned(model, dst, {"format": format, **options}))
     own_result(lambda: _copy(memory, copy))
@@ -89,6 +100,17 @@ def _group() -> Any:
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def _prove(memory: Memory, optimizer: LiveOptimizer) -> None:
+    """Raises UsageError if weights of this rank are not the rounded master copies."""
+    if found := apart(memory, optimizer):
+        raise UsageError.of(
+            "the master copies of the optimizer, when rounded, are not the parameters of the model,"
+            " which were changed after the last step; call optimizer.reload_model_params(), or save"
+            " without `optimizer`:",
+            found,
+        )
 
 
 def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Plan:

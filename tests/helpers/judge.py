@@ -173,7 +173,8 @@ def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, w
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    build.initialize(args, timeout_s, gloo_groups=bool(case.get("trains")))
+    trains = bool(case.get("trains") or case.get("resumes") is not None)
+    build.initialize(args, timeout_s, gloo_groups=trains)
 
 
 def tear_down() -> None:
@@ -425,6 +426,8 @@ def live_case(
     start(case, args, store, rank, world)
     if case.get("trains"):
         return live_cases.run_training(case, args)
+    if "resumes" in case:
+        return live_cases.run_resumed(case, args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 

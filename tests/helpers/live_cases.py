@@ -13,9 +13,17 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        examples/live/sglang_weights.py sends the weights twice, doubled the second time
        trains: true fills a model in DistributedDataParallel, with a distributed optimizer, whose
        master copies must have the same bits too; only `loads` are run then
+       resumes: options of mckpt.trainer.train: a model and its optimizer are filled from
+       `checkpoint`, a training checkpoint of any sizes, and train a step. `theirs`: the checkpoint
+       that megatron-core itself loads, with the same bits before and after the step; with
+       `reshard`, the keywords of mckpt.convert, it is made of `checkpoint` first. `saves` are
+       written before the step, with the optimizer. `refused`: the load of `source` must fail;
+       with "other", because its optimizer is that of another model, and with "settings", because a
+       group of it decays otherwise
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
+       -> differs: {before, after, again: names of what differs} of `resumes`
        -> errors: of the first load, one for each rank; "" for a rank that has none
 """
 
@@ -100,6 +108,85 @@ def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
             wrong = [name for name in wanted if not same(found[name], wanted[name])]
             differs[str(number)] = on_any_rank(wrong)
     return {"differs": differs, "masters": sum("master" in name for name in wanted)}
+
+
+def run_resumed(case: dict[str, Any], args: Any) -> dict[str, Any]:
+    """Fills a model and its optimizer, and trains a step."""
+    options = train.Options(global_batch_size=4, seq_length=16, **{"lr": 1e-2, **case["resumes"]})
+    args = train.run_args(args, options)
+    data = train.data.open_source(None, args, args.seq_length, options.seed, None)
+    if "reshard" in case and dist.get_rank() == 0:
+        mckpt.convert(case["checkpoint"], case["theirs"], **case["reshard"])
+    dist.barrier()
+    with cpu.as_cuda():
+        mine, theirs = train.set_up(args, options), train.set_up(args, options)
+        if "refused" in case:
+            optimizer = theirs[1] if case["refused"] == "other" else mine[1]
+            if case["refused"] == "settings":
+                optimizer.param_groups[0]["wd_mult"] = 0.25
+            errors = refusals(mine[0], case["source"], optimizer)
+            links = getattr(mine[1], "chained_optimizers", [mine[1]])
+            assert not any(link.optimizer.state for link in links), "it has a state now"
+            return {"errors": errors}
+
+        def fill() -> None:
+            chunks, optimizer, scheduler = mine
+            load.mark([chunk.module for chunk in chunks])
+            given = {"optimizer": optimizer, "scheduler": scheduler, "load_optimizer": True}
+            live.load(chunks, case["checkpoint"], **given, **case.get("keywords", {}))
+
+        fill()
+        for destination, keywords in case.get("saves", ()):
+            given = {"optimizer": mine[1], "scheduler": mine[2], "args": args}
+            live.save(mine[0], destination, **given, **keywords).result()
+        models = [chunk.module for chunk in theirs[0]]
+        load.load(models, args, case["theirs"], optimizer=theirs[1], scheduler=theirs[2])
+        wanted = bits_of(*theirs)
+        differs = {"before": differences(bits_of(*mine), wanted)}
+        for run in (mine, theirs):
+            train.train_step(3, *run, args, data)
+        differs["after"] = differences(bits_of(*mine), bits_of(*theirs))
+        assert differences(bits_of(*mine), wanted), "the step has changed nothing"
+        fill()
+        differs["again"] = differences(bits_of(*mine), wanted)
+    return {"differs": differs, "states": len(wanted)}
+
+
+def refusals(chunks: list[Any], source: str, optimizer: Any) -> list[str]:
+    """Returns the error of each rank; "" for a rank that has none."""
+    error = ""
+    try:
+        live.load(chunks, source, optimizer=optimizer, load_optimizer=True)
+    except MckptError as e:
+        error = str(e)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, error)
+    return every
+
+
+def bits_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Returns everything that a training goes on from."""
+    out: dict[str, Any] = {}
+    for name, value in load.weights([chunk.module for chunk in chunks]):
+        out[name] = value.detach().clone()
+    for i, link in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        for j, group in enumerate(link.optimizer.param_groups):
+            out[f"group {i} {j}"] = {k: v for k, v in group.items() if k != "params"}
+            for k, main in enumerate(group["params"]):
+                for name, value in {"main": main, **link.optimizer.state[main]}.items():
+                    out[f"{name} {i} {j} {k}"] = value.detach().clone()
+        if scaler := getattr(link, "grad_scaler", None):
+            out |= {f"{name} {i}": value for name, value in scaler.state_dict().items()}
+    return out | {"scheduler": scheduler.state_dict()}
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    def equal(a: Any, b: Any) -> bool:
+        return same(a, b) if isinstance(b, torch.Tensor) else a == b
+
+    wrong = found.keys() ^ wanted.keys()
+    wrong |= {name for name in found.keys() & wanted.keys() if not equal(found[name], wanted[name])}
+    return on_any_rank(wrong)
 
 
 def push(chunks: list[Any], like: str, http: int, group: int) -> None:

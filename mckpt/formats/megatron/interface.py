@@ -17,6 +17,8 @@ from mckpt.geometry.parallel import Parallel
 # the first megatron-core that reads a common state kept as an object of the checkpoint
 COMMON_OBJECT_SINCE = [0, 19]
 CHECKPOINT_VERSION = 3.0  # of what is written
+# the forms of a checkpoint that Megatron-Core writes and loads by default
+MARKS = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 VERSION = "checkpoint_version"  # of Megatron-LM's files; those of 2019 do not have it
 
 
@@ -95,7 +97,7 @@ def new_common(args: dict[str, Any] | None, iteration: int) -> dict[str, Any]:
         VERSION: CHECKPOINT_VERSION,  # below 3.0 Megatron-LM reorders q, k and v
         "iteration": iteration,
         "num_floating_point_operations_so_far": 0,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        "content_metadata": dict(MARKS),
     }
 
 
