@@ -24,8 +24,10 @@ class Resumed(AbstractContextManager["Resumed"]):
     """
 
     def __init__(self, source: Checkpoint, optimizer: Any, scheduler: Any) -> None:
-        """Raises SourceError if the checkpoint has no state, and UsageError for an optimizer that
-        it does not fit.
+        """source: with its optimizer among its tensors.
+
+        Raises SourceError if the checkpoint has no state, and UsageError for an optimizer that it
+        does not fit.
         """
         if optimizer is None:
             raise UsageError("load_optimizer: give the optimizer too, as optimizer=")
@@ -41,7 +43,7 @@ class Resumed(AbstractContextManager["Resumed"]):
                 f"{source.path}: has no state of a scheduler ({', '.join(SCHEDULER)}); leave out"
                 " scheduler"
             )
-        self.source, self.optimizer = source.with_optimizer(), LiveOptimizer(optimizer)
+        self.source, self.optimizer = source, LiveOptimizer(optimizer)
         self.groups = self.optimizer.matched(state.groups, str(source.path))
         self.scalers, self.scheduler, self.schedule = state.scalers, scheduler, found[:1]
 
