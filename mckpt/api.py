@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
 from mckpt import checking, formats
-from mckpt.checkpoint import checkpoint, comparison
+from mckpt.checkpoint import checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.planning import Plan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from mckpt.checkpoint import comparison
     from mckpt.conversion.moving import RunSettings
     from mckpt.conversion.streaming import HfTensors
 
@@ -353,6 +354,8 @@ def diff(
 
     atol: the largest difference of two values that count as equal; None compares every bit.
     """
+    from mckpt.checkpoint import comparison
+
     if atol is not None and (type(atol) not in (int, float) or not 0 <= atol < math.inf):
         raise UsageError(f"--atol {atol!r} must be a finite number, at least 0")
     if type(no_optimizer) is not bool:

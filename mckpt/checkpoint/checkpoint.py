@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mckpt import mapping
-from mckpt.checkpoint import comparison, description
+from mckpt.checkpoint import description, masters
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.logical import LogicalTensor, Reader
@@ -187,7 +187,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def optimizer(self) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none."""
         megatron = as_megatron(self.opened)
-        return comparison.read(megatron, self.names) if megatron else None
+        return masters.read(megatron, self.names) if megatron else None
 
     @cached_property
     def carried(self) -> Layout | None:

@@ -1,5 +1,5 @@
 """Compares the logical tensors of two checkpoints, across formats, parallel sizes and the casts
-that were made between them; and the fp32 master copies of an optimizer with its weights.
+that were made between them.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.errors import SourceError, UsageError, counted
-from mckpt.formats.base import Names
-from mckpt.formats.carried import joined
-from mckpt.formats.megatron.interface import OpenedMegatron
-from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_muon, is_state
-from mckpt.geometry.box import Layout
-from mckpt.lazy import numpy as np
+import numpy as np
+
+from mckpt.checkpoint.logical import LogicalTensor
+from mckpt.errors import counted
 from mckpt.progress import OnProgress, Progress, refuse_cancelled
-from mckpt.values.dtypes import bfloat16_bits, cast, itemsize, numpy_dtype, shift
+from mckpt.values.dtypes import cast, itemsize, numpy_dtype, shift
 
 # Measured on two cores, 2 x 2.5 GB in memory, which `cat` reads in 0.30 s: 0.43 s with blocks of
 # 1 MiB, 0.30 s with 2 MiB, 0.28 s with 4 MiB. Smaller blocks pay for Python in every block.
@@ -179,8 +175,6 @@ def diff(
     blocks = (block for name in compared for block in _blocks(a[name], b[name]))
     threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
     infinite, rounded = Counter[str](), Counter[str]()
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(threads, "compare") as pool:
         try:
             waiting = deque(
@@ -364,129 +358,3 @@ def _show(value: Any) -> str:
         return f"nan 0x{bits:x}"
     digits = {2: 6, 4: 9, 8: 17}.get(value.dtype.itemsize, 6)
     return f"{float(value):.{digits}g}"
-
-
-KNOWN = ("adam", "sgd", "muon")  # values of --optimizer
-ORDERS = ("transformer_impl", "experts", "mtp_inner")
-# bytes of a weight that one thread compares at a time; with its temporary arrays it needs ten times
-# as much memory
-PROOF_BYTES = 512 << 10
-# Master copies in fp16 have one scale for the shard of a weight, with which its largest element is
-# 2**15. These are the largest differences from the weight: as a share of the weight, the roundings
-# of the weight and of the copy to their dtypes (and 1% for the scale); as a share of the largest
-# element, that of fp16's smallest numbers (2**-25 / 2**15, four times of it).
-HALF_SHARE = {
-    "bfloat16": 1.01 * (2**-8 + 2**-11),
-    "float16": 1.01 * (2**-11 + 2**-11),
-    "float32": 1.01 * 2**-11,
-}
-HALF_LEAST = 2.0**-38
-# About 1 of 32 copies in fp16 (on an H100) rounds to another number in bf16 than the weight. If
-# 1 of 4 does, and as many more as are probable in a small tensor, they are copies of other weights.
-HALF_INEXACT, HALF_SPREAD = 0.25, 4.0
-
-
-def read(opened: OpenedMegatron, names: Names) -> Optimizer | None:
-    """Returns the optimizer's state of a checkpoint, None if it has none.
-
-    Flat buffers have the parameters in an order that follows from choices which the keys of
-    torch_dist do not show. If those of the args do not fit the weights, others are tried.
-    """
-    refuse_others(opened, names)
-    first = opened.optimizer(names)
-    args = opened.common.args or {}
-    if first is not None and args.get("optimizer") == "muon" and not is_muon(first.groups):
-        raise UsageError(
-            f"{opened.root}: has the state of Muon as megatron-core before 0.19 saved it, which"
-            " mckpt does not read; give --no-optimizer to convert the weights alone"
-        )
-    if first is None or first.portable:
-        return first
-    weights = opened.layout(names)
-    half = in_half(args)
-    if fit(weights, first.layout, half):
-        return first
-    tried = {name: names.mapping.choices.get(name, [None]) for name in ORDERS}
-    for chosen in itertools.product(*tried.values()):
-        choices = {**names.choices, **dict(zip(tried, chosen, strict=True))}
-        with suppress(SourceError):
-            other = opened.optimizer(replace(names, choices=choices))
-            if other is not None and fit(weights, other.layout, half):
-                return other
-    return first
-
-
-def refuse_others(opened: OpenedMegatron, names: Names) -> None:
-    """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not
-    know.
-    """
-    args = opened.common.args or {}
-    name = args.get("optimizer") or KNOWN[0]
-    stored = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
-    if stored and name not in KNOWN:
-        raise UsageError(
-            f"{opened.root}: has the state of the optimizer {name}; mckpt converts the state of"
-            f" {', '.join(KNOWN[:-1])} and {KNOWN[-1]} only, so give --no-optimizer to convert the"
-            " weights alone"
-        )
-
-
-def in_half(args: Mapping[str, Any]) -> bool:
-    """Returns whether a run kept its master copies in fp16, by Megatron's args."""
-    dtype = str(args.get("main_params_dtype")).rpartition(".")[2]
-    return bool(args.get("use_precision_aware_optimizer")) and dtype == "float16"
-
-
-def fit(weights: Layout, states: Layout, half: bool) -> bool:
-    """Returns whether the first row of each weight is that of its master copy.
-
-    half: the master copies were kept in fp16.
-    """
-    reader = Reader(joined(weights, states))
-    names = [name for name in reader if not is_state(name) and f"{name}@{MASTER}" in reader]
-    return all(apart(reader, name, half, 1) is None for name in names)
-
-
-def apart(
-    source: Mapping[str, LogicalTensor], name: str, half: bool, most: int | None = None
-) -> str | None:
-    """Returns how many elements of a weight differ from its rounded master copy; None if none.
-
-    half: the master copies were kept in fp16, so that they may differ by its rounding.
-    most: compares that many rows only; None: all.
-    """
-    weight, master = source[name], source[f"{name}@{MASTER}"]
-    share = HALF_SHARE.get(weight.dtype) if half else None
-    least = HALF_LEAST * _largest(weight) if share else 0.0
-    bits = f"u{itemsize(weight.dtype)}"
-    rows = weight.shape[0] if most is None else min(most, weight.shape[0])
-    step = max(1, PROOF_BYTES * weight.shape[0] // max(1, weight.nbytes))
-    different = inexact = 0
-    for at in range(0, rows, step):
-        mine = weight[at : min(at + step, rows)].numpy().view(bits)
-        theirs = master[at : min(at + step, rows)].numpy()
-        # several times as fast as the cast, which holds Python's lock
-        fast = weight.dtype == "bfloat16" and theirs.dtype == np.float32
-        if fast and np.array_equal(bfloat16_bits(theirs.view("u4")), mine):
-            continue
-        with np.errstate(all="ignore"):
-            other = theirs.astype(numpy_dtype(weight.dtype)).view(bits) != mine
-            if share:
-                inexact += int(other.sum())
-                value = mine.view(numpy_dtype(weight.dtype)).astype("f8")
-                other &= ~(np.abs(theirs - value) <= share * np.abs(value) + least)
-        different += int(other.sum())
-    num = rows * math.prod(weight.shape[1:])
-    if weight.dtype == "bfloat16" and inexact > HALF_INEXACT * num + HALF_SPREAD * math.sqrt(num):
-        different = max(different, inexact)
-    if not different:
-        return None
-    return f"{name}: {different:,} of {math.prod(weight.shape):,} elements differ"
-
-
-def _largest(weight: LogicalTensor) -> float:
-    """Returns the largest absolute value of a weight, among those that are finite."""
-    step = max(1, PROOF_BYTES * weight.shape[0] // max(1, weight.nbytes))
-    parts = (weight[at : at + step].numpy() for at in range(0, weight.shape[0], step))
-    finite = (np.nan_to_num(np.abs(part.astype("f8")), nan=0.0, posinf=0.0) for part in parts)
-    return max((float(part.max()) for part in finite), default=0.0)

@@ -15,7 +15,6 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.execute.checksums import KINDS
 from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Session
-from mckpt.execute.ray_tasks import RayCluster
 from mckpt.geometry.join import Joined
 from mckpt.progress import OnProgress
 from mckpt.storage.files import TargetFile
@@ -63,7 +62,11 @@ class RunSettings:
     @cached_property
     def cluster(self) -> Cluster | None:
         """Returns the machines of the engine; None if this process does the work itself."""
-        return RayCluster() if self.engine == "ray" else None
+        if self.engine != "ray":
+            return None
+        from mckpt.execute.ray_tasks import RayCluster
+
+        return RayCluster()
 
 
 def move(

@@ -8,7 +8,7 @@ import os
 from functools import partial
 from typing import Any, NamedTuple
 
-from mckpt.checkpoint import comparison
+from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
@@ -150,11 +150,11 @@ def prove(source: Checkpoint, look: bool = True, share: slice = slice(None)) -> 
     stated = {name.partition("@")[0] for name in source if is_state(name)}
     weights = [name for name in source if not is_state(name)]
     with_master = [name for name in weights if f"{name}@{MASTER}" in source]
-    half = comparison.in_half(source.args or {})
+    half = masters.in_half(source.args or {})
     if look:
         from concurrent.futures import ThreadPoolExecutor
 
-        compare = partial(comparison.apart, source, half=half)
+        compare = partial(masters.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             apart = [text for text in pool.map(compare, with_master[share]) if text]
         args = source.args or {}

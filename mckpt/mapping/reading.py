@@ -152,8 +152,9 @@ def family_with(architecture: str) -> str:
     Raises MappingError for an architecture that no family has, or that Megatron-Core has no layers
     for.
     """
-    # most names of classes begin with that of the family, whose file is then the first to be read
+    # most names of classes begin with that of the family; the file of the longest is read first
     named = [name for name in names("hf") if architecture.lower().startswith(name.replace("_", ""))]
+    named.sort(key=len, reverse=True)
     for wanted in filter(None, (architecture, decoder_of(architecture))):
         for name in (*named, *names("hf")):
             # only a file that has the name in its text is worth parsing

@@ -16,7 +16,7 @@ import yaml
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint import comparison
+from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.optimizer import prove
 from mckpt.errors import SourceError, UsageError
@@ -239,7 +239,7 @@ def test_low_bits_of_master_copies_are_refused(
     prove(source)
     good("repair", saved)
     apart = "{}: 1 element differs".format
-    monkeypatch.setattr(comparison, "apart", lambda source, name, half: apart(name))
+    monkeypatch.setattr(masters, "apart", lambda source, name, half: apart(name))
     with pytest.raises(SourceError, match="are not of one step"):
         prove(source)
     source.args["bf16"] = True
@@ -283,7 +283,7 @@ def test_master_copies_in_fp16_are_near_their_weight_and_no_other(dtype: str) ->
         scale = 2**15 / np.abs(copy).max()  # as Transformer Engine stores it
         stored = ((copy * scale).astype("f2") / scale).astype("f4")
         held: Any = {"w": Tensor(weight), "w@master": Tensor(stored)}
-        return comparison.apart(held, "w", half=True)
+        return masters.apart(held, "w", half=True)
 
     kind = numpy_dtype(dtype)
     norms = [1 + random.uniform(-0.02, 0.02, 4096) for _ in range(2)]
