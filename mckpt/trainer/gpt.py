@@ -178,6 +178,6 @@ def mtp_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None) 
 
 def _with_own_modules(spec: Any) -> Any:
     # imported late, because it imports megatron-core, which `initialize` has to patch first
-    from mckpt.trainer.local_modules import with_own_modules
+    from mckpt.trainer.local_spec import with_own_modules
 
     return with_own_modules(spec)
