@@ -133,14 +133,15 @@ class _Fitting:
             left, right = (a.factor.turned, b.factor.turned) if embedding else (b.factor, a.factor)
             self._adapt(module, [key], rank, [(left, right)])
             return
-        for keys, shape, experts in self._parameters(module):
+        for name, keys, shape, experts in self._parameters(module):
             (out, into), rank = shape, a.shape[0] // experts
             if a.shape[0] % experts or a.shape[0] != b.shape[1]:
                 continue
             turned = (a.shape[1], b.shape[0]) == (out, into) != (into, out)
             if turned or (a.shape[1], b.shape[0]) == (into, out):
                 factors = [_of_expert(a, b, e, experts, turned) for e in range(experts)]
-                self._adapt(module, keys, rank, factors)
+                # PEFT matches patterns of ranks against the path of the parameter
+                self._adapt(f"{module}.{name}", keys, rank, factors)
                 return
         known = nearest(module, {key.removesuffix(".weight") for key in self.base})
         raise _Misfit(f"{first}: the base has no weight {key}{known}")
@@ -161,22 +162,22 @@ class _Fitting:
         """Returns the whole matrix with this key, without its axis of experts."""
         return packed(self.base[key][0].bound.rule, self.scope)
 
-    def _parameters(self, module: str) -> Iterator[tuple[list[str], tuple[int, int], int]]:
-        """Yields the parameters of all experts that a module may have: the keys of the base's
-        weights, the shape of one expert's matrix, and the number of experts.
+    def _parameters(self, module: str) -> Iterator[tuple[str, list[str], tuple[int, int], int]]:
+        """Yields the parameters of all experts that a module may have: the name, the keys of the
+        base's weights, the shape of one expert's matrix, and the number of experts.
 
         The keys have `{expert}` if the base has a tensor for each expert.
         """
         for name, ends in rules()["peft"]["parameters"].items():
             key = f"{module}.{name}"
             if key in self.base and len(shape := self._packed(key).shape) == 2:
-                yield [key], (shape[0], shape[1]), len(self.base[key])
+                yield name, [key], (shape[0], shape[1]), len(self.base[key])
             keys = [f"{module}.{end}" for end in ends]
             first = [key.format(expert=0) for key in keys]
             if all(key in self.base for key in first):
                 shapes = [self._packed(key).shape for key in first]
                 rows = sum(shape[0] for shape in shapes)
-                yield keys, (rows, shapes[0][1]), int(self.scope["num_experts"])
+                yield name, keys, (rows, shapes[0][1]), int(self.scope["num_experts"])
 
     def _adapt(
         self, module: str, keys: list[str], rank: int, factors: list[tuple[Factor, Factor]]

@@ -21,6 +21,7 @@ from mckpt.mapping.schema import FOLDER
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 ROLES = ("a", "b", "magnitude", "bias")  # of a tensor of an adapter
+LARGEST_ALPHA = float(2**31)  # so that scales are finite in float32
 
 
 @functools.cache
@@ -107,6 +108,9 @@ class PeftAdapter:
     def _by_pattern(self, name: str, module: str, default: Any) -> Any:
         """Returns the value of the first pattern that the end of a module's name matches."""
         patterns: Mapping[str, Any] = self.config.get(name) or {}
+        weight = f".{module}.weight"
+        if any(weight.endswith(f".{one}") for one in self.config.get("target_parameters") or ()):
+            module = weight.removeprefix(".")  # PEFT matches the path of such a parameter
         for pattern, value in patterns.items():
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return value
@@ -135,7 +139,12 @@ def open_adapter(path: str | Path) -> PeftAdapter:
         entries = Entries.of(read_bin(str(file), 0))
     else:
         entries = safetensors.read([str(file)])
-    modules, whole = _sorted(entries)
+    modules, whole = _sorted(root, entries)
+    if config.get("use_dora") and not any("magnitude" in rows for rows in modules.values()):
+        raise SourceError(
+            f"{root / ADAPTER[0]}: use_dora is true, and the adapter has no lora_magnitude_vector;"
+            " the program that wrote it lost them (Megatron-Bridge 0.6 does), so export it again"
+        )
     return PeftAdapter(root, config, [str(file)], entries, modules, whole)
 
 
@@ -144,6 +153,8 @@ def _refuse(root: Path, config: Mapping[str, Any]) -> None:
     where, known = root / ADAPTER[0], rules()["peft"]
     if (kind := config.get("peft_type")) != "LORA":
         raise SourceError(f"{where}: peft_type is {kind!r}, and mckpt reads LORA only")
+    if wrong := _wrong_values(config):
+        raise SourceError.of(f"{where}: has values that PEFT cannot have trained with:", wrong)
     problems = [
         f"{name} is {config[name]!r:.60}: {why}"
         for name, why in known["refuse"].items()
@@ -162,22 +173,65 @@ def _refuse(root: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _sorted(entries: Entries) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """Returns the tensors of an adapter by module and role, and those that replace the base's."""
+def _wrong_values(config: Mapping[str, Any]) -> list[str]:
+    """Returns what is wrong with the values of a configuration that give the scales."""
+    wrong = [
+        f"{name} is {config[name]!r:.60}, and must be true or false"
+        for name in ("use_rslora", "use_dora", "fan_in_fan_out")
+        if not isinstance(config.get(name, False), bool)
+    ]
+    for name, pattern, read, wanted in (
+        ("r", "rank_pattern", _is_rank, "a whole number of at least 1"),
+        ("lora_alpha", "alpha_pattern", _is_alpha, "a finite number that is not 0"),
+    ):
+        patterns = config.get(pattern) or {}
+        if not isinstance(patterns, dict):
+            wrong.append(f"{pattern} is {patterns!r:.60}, and must be an object")
+            patterns = {}
+        given = {name: config.get(name, 8)}
+        for key, value in (given | {f"{pattern}[{k!r}]": v for k, v in patterns.items()}).items():
+            if not read(value):
+                wrong.append(f"{key} is {value!r:.60}, and must be {wanted}")
+        for key in patterns:
+            try:
+                re.compile(key)
+            except re.error as e:
+                wrong.append(f"{pattern}[{key!r:.60}]: is not a regular expression: {e}")
+    return wrong
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_alpha(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < abs(value) <= LARGEST_ALPHA
+
+
+def _sorted(root: Path, entries: Entries) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Returns the tensors of an adapter by module and role, and those that replace the base's.
+
+    Raises SourceError if two tensors have the same role.
+    """
     known = rules()["peft"]
     modules: dict[str, dict[str, int]] = {}
     whole: dict[str, int] = {}
+    twice = []
     for row, name in enumerate(entries.names):
         key = name
         while key.startswith(known["prefix"]):
             key = key.removeprefix(known["prefix"])
         if any(f".{part}." in key for part in known["ignore"]):
             continue
+        place, role = whole, _inside().sub("", key)
         if (found := _ends().search(key)) is not None:
+            place = modules.setdefault(key[: found.start()], {})
             role = next(role for role in ROLES if found[role])
-            modules.setdefault(key[: found.start()], {})[role] = row
-        else:
-            whole[_inside().sub("", key)] = row
+        if (first := place.setdefault(role, row)) != row:
+            twice.append(f"{entries.names[first]} and {name}")
+    if twice:
+        raise SourceError.of(f"{root}: has two tensors for one place, so two adapters:", twice)
     return modules, whole
 
 

@@ -177,6 +177,8 @@ def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
 def scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Returns alpha / r of a module: the first pattern that matches gives its alpha."""
     alpha = config["lora_alpha"]
+    if f"{module}.weight" in config.get("target_parameters", ()):
+        module = f"{module}.weight"
     for pattern, value in config["alpha_pattern"].items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value

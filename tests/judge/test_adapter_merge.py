@@ -88,10 +88,9 @@ def experts_stacked(base: Path) -> Made:
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return made, {
         "target_parameters": names,
-        "r": 2,
-        "lora_alpha": 4,
-        "rank_pattern": {"[qkvo]_proj": 4},
-        "alpha_pattern": {"[qkvo]_proj": 8},
+        # PEFT matches the path of the parameter, and the first pattern that matches counts
+        "rank_pattern": {r"experts\.(gate_up|down)_proj": 2, "experts": 16},
+        "alpha_pattern": {"gate_up_proj": 4, ".*down_proj": 16},
     }
 
 
@@ -117,7 +116,11 @@ def latent(base: Path) -> Made:
         if int(module.split(".")[2]) < c["num_hidden_layers"]  # without multi-token prediction
     }
     apart = [m for m in shapes if m.endswith(MLP) and ".experts." not in m]
-    return factors(shapes), {"target_parameters": [f"{module}.weight" for module in apart]}
+    return factors(shapes), {
+        "target_parameters": [f"{module}.weight" for module in apart],
+        # PEFT matches the path of a parameter, so the first one does not match
+        "alpha_pattern": {"layers.0.mlp.up_proj": 1, r"layers.0.mlp.down_proj\.weight": 16},
+    }
 
 
 def linear_attention(base: Path) -> Made:

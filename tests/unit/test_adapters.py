@@ -238,6 +238,16 @@ def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) 
         ({"use_qalora": True}, "use_qalora"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the weights of the base too"),
         ({"r": 5}, "have the rank 4, and adapter_config.json gives it the rank 5"),
+        ({"use_dora": True}, "the adapter has no lora_magnitude_vector"),
+        ({"r": 0}, "r is 0, and must be a whole number of at least 1"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, and must be a finite number that is not 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern['q_proj'] is '8'"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern['(']: is not a regular expression"),
+        ({"rank_pattern": [4]}, "rank_pattern is [4], and must be an object"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes', and must be true or false"),
     ],
 )
 def test_adapters_that_are_not_computed(config: Any, words: str, tmp_path: Path) -> None:
@@ -245,6 +255,16 @@ def test_adapters_that_are_not_computed(config: Any, words: str, tmp_path: Path)
     stored = lora.factors(weights, lora.matrices(weights)[:1])
     adapter = lora.save(tmp_path / "adapter", stored, **config)
     refused(3, words, args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"))
+
+
+def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    stored = lora.factors(weights, lora.matrices(weights)[:1])
+    again = {key.removeprefix(lora.PREFIX): array for key, array in stored.items()}
+    adapter = lora.save(tmp_path / "adapter", stored | again)
+    key = next(iter(again))
+    args = ("adapter", "merge", QWEN3, adapter, tmp_path / "merged")
+    refused(3, "two tensors for one place", f"{lora.PREFIX}{key} and {key}", args=args)
 
 
 def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
