@@ -19,6 +19,7 @@ from mckpt.formats.base import Names
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.run_config import (
     RUN_CONFIG,
+    description_of,
     mapping_file,
     read_model,
     run_config_dims,
@@ -283,11 +284,9 @@ class ModelDescription:
             in_args = self.mapping.keys_of("vocab_size", args)
             if not in_args and "vocab_size" not in {**known, **given}:
                 padded = args.get("padded_vocab_size")
-                raise description.VocabSizeUnknown(
+                raise self._vocab_size_unknown(
                     f"{root}: its args do not contain the unpadded vocab_size"
                     + (f", only the padded {padded}" if padded else "")
-                    + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
-                    " --like HF_DIR"
                 )
             accepted = {
                 n: v
@@ -302,8 +301,11 @@ class ModelDescription:
                 )
             except MappingError as e:
                 raise self.with_hint(e) from None
-        if self.run_config_file is not None:
-            return run_config_dims(root / RUN_CONFIG, self.run_config_file, known, given)
+        if (file := self.run_config_file) is not None and (path := description_of(root)):
+            stated = {*known, *given, *file.keys_of("vocab_size", read_model(path))}
+            if "vocab_size" not in stated:
+                raise self._vocab_size_unknown(f"{path}: does not contain the vocab_size")
+            return run_config_dims(path, file, known, given)
         known, dims = {**known, **given}, mapping.schema().dims
         missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
         if missing:
@@ -315,6 +317,12 @@ class ModelDescription:
             n: dim.neutral(known) for n, dim in dims.items() if n not in known and dim.neutral
         }
         return {**known, **neutral}
+
+    def _vocab_size_unknown(self, why: str) -> description.VocabSizeUnknown:
+        return description.VocabSizeUnknown(
+            f"{why}; give --vocab-size N (the tokenizer may be shorter than the model's), or --like"
+            " HF_DIR"
+        )
 
     def _described_dims(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the dims of the config.json that describes a Megatron checkpoint; none without
@@ -333,12 +341,11 @@ class ModelDescription:
 
     @cached_property
     def run_config_file(self) -> MappingFile | None:
-        """Returns the mapping file of run_config.yaml, which describes the model of a checkpoint
-        without args; None if the checkpoint has args, or no run_config.yaml.
+        """Returns the mapping file of the description of a checkpoint without args, which
+        Megatron-Bridge and NeMo write; None if the checkpoint has args, or no such file.
         """
-        if self.files.args is not None or not (self.files.opened.root / RUN_CONFIG).exists():
-            return None
-        return mapping_file(self.mapping)
+        path = description_of(self.files.opened.root)
+        return None if self.files.args is not None or not path else mapping_file(self.mapping, path)
 
     @property
     def _trained_mtp(self) -> dict[str, Any]:
@@ -409,8 +416,8 @@ class ModelDescription:
             return {}
         if self.files.args is not None:
             return mapping.unknown_args(self.mapping, self.files.args)
-        file, path = self.run_config_file, self.files.opened.root / RUN_CONFIG
-        return {} if file is None else mapping.unknown_args(file, read_model(path))
+        file, path = self.run_config_file, description_of(self.files.opened.root)
+        return mapping.unknown_args(file, read_model(path)) if file and path else {}
 
     @cached_property
     def notes(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -469,6 +469,17 @@ def _inexact(
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     refuse_unloadable(source, file, {**dims, **program})
+    stock = dialect.inexact(dims, program) if dialect.has_args else {}
+    described, same = source.model.run_config_file, source.mapping.name == dialect.name
+    if source.is_megatron and described is not None and same:
+        # The trainer of the source computed the model: only what the target's does not is lost.
+        own = described.warnings({**described.given, **dims, **program})
+        stock = {name: why for name, why in stock.items() if name not in own}
+        carried = (source.opened.root / RUN_CONFIG).exists() and formats.get(target.format)
+        bridge = target.run_config or (carried and carried.global_keys)
+        accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
+        inexact = refuse_inexact(accepted if bridge else stock, target, "Megatron")
+        return {**source.files.inexact, **inexact}, _bridged(dialect, stock, inexact)
     if source.is_megatron:
         return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}, []
     family = source.mapping
@@ -478,17 +489,25 @@ def _inexact(
         for key, value in family.unknown(read_config(source.path)).items()
         if key != QUANTISED or not source.opened.quantised
     }
-    stock = dialect.inexact(dims, program) if dialect.has_args else {}
     accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
     trainer = "Megatron" if file is dialect else "Megatron-Bridge"
     lost = accepted | file.inexact(dims, program)
     inexact = refuse_inexact(lost, target, trainer, unknown)
+    return inexact, _bridged(dialect, stock, inexact)
+
+
+def _bridged(
+    dialect: MappingFile, stock: Mapping[str, str], inexact: Mapping[str, str]
+) -> list[str]:
+    """Returns a note if Megatron-Bridge computes features that the dialect's own trainer does not
+    and that the user did not accept.
+    """
     bridged = [f"{name} ({why})" for name, why in stock.items() if name not in inexact]
     note = (
         f"for Megatron-Bridge alone, without args and launch line: {dialect.trainer} would compute"
         f" something else: {'; '.join(bridged)}"
     )
-    return inexact, [note] * bool(bridged)
+    return [note] * bool(bridged)
 
 
 def _lost(

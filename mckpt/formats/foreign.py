@@ -40,8 +40,9 @@ _NAMES = (
     ),
     (
         r"^module\.",
-        "NeMo 2 begins the names of a Megatron model with `module.`. Export the model with"
-        " llm.export_ckpt(path=DIR, target='hf', output_path=OUT) of NeMo.",
+        "NeMo begins the names of a Megatron model with `module.`. Of its checkpoints, mckpt reads"
+        " those in the format torch_dist. Export this one with llm.export_ckpt(path=DIR,"
+        " target='hf', output_path=OUT) of NeMo.",
     ),
     (
         r"^tok_embeddings\.|\.attention\.w[qkvo]\.",
@@ -64,17 +65,12 @@ _VERL = (
     "a checkpoint of verl. Run `python -m verl.model_merger merge --backend fsdp --local_dir"
     " DIR/actor --target_dir OUT` (--backend megatron for a run with Megatron)"
 )
-_NEMO = (
-    "a checkpoint of NeMo 2. Export it with llm.export_ckpt(path=DIR, target='hf',"
-    " output_path=OUT) of NeMo"
-)
 _NEMO_1 = (
     "a checkpoint of NeMo 1. Export it with the convert_*_nemo_to_hf.py of its model, in"
     " scripts/checkpoint_converters of NeMo"
 )
 # Patterns of file names -> the description of a directory that has files for all of them
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("weights", "context"), _NEMO),
     (("*.nemo",), _NEMO_1),
     (("model_weights", "model_config.yaml"), _NEMO_1),
     (

@@ -128,7 +128,6 @@ def test_lora_in_megatron_is_an_error_with_its_cure(tmp_path: Path) -> None:
 TORCH = ("--format", "torch")
 # paths that a directory has -> the words of the error
 DIRECTORIES = {
-    "NeMo 2": (("weights/common.pt", "context/model.yaml"), ("NeMo 2", "llm.export_ckpt")),
     "NeMo 1": (("model.nemo",), ("NeMo 1",)),
     "PEFT": (
         ("adapter_config.json", "adapter_model.safetensors", "config.json"),

@@ -55,6 +55,8 @@ def stacked_keys(b: Bound) -> list[Key]:
 class Chunked(ABC):
     """The index of a directory, and the places of its chunks."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, root: Path, metadata: Metadata) -> None:
         self.root, self.metadata = root, metadata
         self.files = sorted({item[0] for item in metadata.items.values()})
@@ -272,6 +274,24 @@ def has_keys(root: Path, prefix: str) -> bool:
     return any(head[m.start() - 1] == len(m[0]) for m in starts)
 
 
+# where NeMo puts `module.` in the keys of a model, and of an optimizer's state of it
+WRAPPED = re.compile(r"(?:^|(?<=\.))module\.(?=(?:embedding|decoder|output_layer|mtp)\.)")
+
+
+def _unwrapped(metadata: Metadata) -> Metadata:
+    """Returns an index with the keys of Megatron-Core in place of those of NeMo."""
+
+    def key_of(key: str) -> str:
+        return WRAPPED.sub("", key, count=1)
+
+    return Metadata(
+        {key_of(key): found for key, found in metadata.tensors.items()},
+        [key_of(key) for key in metadata.objects],
+        {(key_of(key), at): item for (key, at), item in metadata.items.items()},
+        {key_of(key): shape for key, shape in metadata.flattened.items()},
+    )
+
+
 def single_keys(b: Bound) -> list[Key]:
     """Returns the keys of tensors of one layer and one expert each."""
     layers, experts = b.instances()
@@ -292,7 +312,11 @@ class Directory(Chunked):
     """The index of a directory, and the places of its chunks."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root, read_metadata(root / METADATA))
+        metadata = read_metadata(root / METADATA)
+        if any(WRAPPED.match(key) for key in metadata.tensors):
+            metadata = _unwrapped(metadata)
+            self.notes = ("its keys begin with `module.`, as NeMo writes them",)
+        super().__init__(root, metadata)
         absent = [name for name in self.files if not (root / name).is_file()]
         if absent:
             raise SourceError.of(f"{root}: {METADATA} names files that are not there:", absent)

@@ -3,6 +3,9 @@
     model:       the fields of its model provider: the model, and the parallel sizes
     checkpoint:  save_optim, save_rng: whether the checkpoint has these states
 (Megatron-Bridge, training/model_load_save.py: load_model_config; training/checkpointing.py)
+
+A checkpoint of NeMo 2.0 has context/model.yaml beside its directory `weights`, whose section
+`config` is read in the same way (NeMo, lightning/io/mixin.py: io_dump).
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.errors import SourceError
+from mckpt.formats.megatron.save_directory import CONTEXT, WEIGHTS
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 
 RUN_CONFIG = "run_config.yaml"
+NEMO, NEMO_MODEL = "NeMo", "model.yaml"
 TRAIN_STATE = "train_state.pt"  # counters of the training run; Megatron-Bridge loads without it
 _MAX_BYTES = 1 << 24
 # the args of parallel sizes that have another name here
@@ -50,12 +55,25 @@ def run_config_text(path: Path) -> str:
     return read_file(path, _MAX_BYTES).decode("utf-8", "replace") if path.is_file() else ""
 
 
-def mapping_file(dialect: MappingFile) -> MappingFile | None:
-    """Returns the mapping file that reads and writes the section `model` of checkpoints of this
-    dialect; None if there is none.
+def description_of(root: Path) -> Path | None:
+    """Returns the file that describes the model of a checkpoint without args; None if it has none.
+
+    root: the directory of the tensors.
     """
+    nemo = root.parent / CONTEXT / NEMO_MODEL
+    found = [root / RUN_CONFIG, *([nemo] if root.name == WEIGHTS else [])]
+    return next((path for path in found if path.is_file()), None)
+
+
+def mapping_file(dialect: MappingFile, path: Path = Path(RUN_CONFIG)) -> MappingFile | None:
+    """Returns the mapping file that reads the description of checkpoints of this dialect, and
+    writes the section `model` of a run_config.yaml; None if there is none.
+
+    path: the file with the description, as `description_of` returns it.
+    """
+    trainer = NEMO if path.name == NEMO_MODEL else dialect.trainer
     files = (mapping.load("run_config", name) for name in mapping.names("run_config"))
-    return next((file for file in files if file.trainer == dialect.trainer), None)
+    return next((file for file in files if file.trainer == trainer), None)
 
 
 def model_section(
@@ -133,8 +151,8 @@ def _parsed(path: Path, parse: Callable[[bytes, Any], Any], loader: Any) -> Any:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """Returns the section `model` of a run_config.yaml; its tags of Python objects are read as
-    plain values.
+    """Returns the section `model` of a run_config.yaml, or `config` of NeMo's model.yaml; its tags
+    of Python objects are read as plain values.
     """
     import yaml
 
@@ -152,7 +170,8 @@ def read_model(path: Path) -> dict[str, Any]:
 
     Loader.add_multi_constructor("", plain)
     found = _parsed(path, yaml.load, Loader)  # a SafeLoader: nothing is imported
-    model = found.get("model") if isinstance(found, dict) else None
+    section = "config" if path.name == NEMO_MODEL else "model"
+    model = found.get(section) if isinstance(found, dict) else None
     if not isinstance(model, dict):
-        raise SourceError(f"{path}: has no `model` section")
+        raise SourceError(f"{path}: has no `{section}` section")
     return model

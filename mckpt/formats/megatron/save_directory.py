@@ -19,6 +19,7 @@ from mckpt.storage.staging import sync
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+WEIGHTS, CONTEXT = "weights", "context"  # the directories in a checkpoint of NeMo 2.0
 MAPPING = "mckpt-mapping.yaml"  # the user's own family file, kept beside config.json
 
 
@@ -56,8 +57,8 @@ def is_save_directory(path: Path) -> bool:
 
 
 def find(path: Path, iteration: int | None = None) -> IterationDirectory:
-    """Returns the checkpoint that `path` names: the directory itself, or in a save directory the
-    iteration that the tracker file or `iteration` names.
+    """Returns the checkpoint that `path` names: the directory itself, its `weights` for one of NeMo
+    2.0, or in a save directory the iteration that the tracker file or `iteration` names.
     """
     path = path.resolve()
     tracker = path / TRACKER
@@ -71,7 +72,8 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
             raise UsageError(
                 f"{path}: has no directories of iterations, so leave --iteration {iteration} out"
             )
-        return IterationDirectory(path, path.parent, path.name)
+        inner = path / WEIGHTS if (path / WEIGHTS).is_dir() and (path / CONTEXT).is_dir() else path
+        return IterationDirectory(inner, inner.parent, inner.name)
     if iteration is not None:
         name = iteration_name(iteration)
     elif tracker.exists():

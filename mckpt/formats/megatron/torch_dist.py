@@ -94,11 +94,12 @@ class TorchDist:
     begins.
     """
 
-    quantised, notes = False, ()
+    quantised = False
 
     def __init__(self, directory: Chunked, format: Format) -> None:
         self.format, self.root = format, directory.root
         self.directory, self.metadata = directory, directory.metadata
+        self.notes = directory.notes
 
     @cached_property
     def common(self) -> Common:
