@@ -120,6 +120,7 @@ def family_for(
     try:
         if not named:
             family = mapping.load("hf", mapping.family_with(architecture))
+        family = mapping.with_stacked_experts(family, keys)
         return mapping.with_head(family, architecture, keys, form)
     except MappingError as e:
         raise MappingError(f"{where}: {e}") from None

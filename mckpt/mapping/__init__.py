@@ -22,6 +22,7 @@ from mckpt.mapping.reading import (
 )
 from mckpt.mapping.rule import Bound, Rule, key_pattern
 from mckpt.mapping.schema import schema
+from mckpt.mapping.stacked import with_stacked_experts
 
 __all__ = [
     "KINDS",
@@ -55,5 +56,6 @@ __all__ = [
     "typed",
     "unknown_args",
     "with_head",
+    "with_stacked_experts",
     "without_mtp",
 ]

@@ -123,6 +123,8 @@ class MappingFile(NamedTuple):
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
     specs: tuple[str, ...] = ()  # of a dialect: names in run_config.yaml that only it has
     nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
+    # of a family: parts of the names of published files, and what transformers 5 has in their place
+    memory: Mapping[str, str] = {}
     registration: Registration = Registration()  # the order of the parameters of a dialect
     head: str = ""  # its name in heads.yaml, where that describes the model
 

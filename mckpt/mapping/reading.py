@@ -59,6 +59,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "notes": list,
     "placeholders": list,
     "nested": list,
+    "memory": Node,
     "specs": list,
     "registration": Node,
     "logical": Node,
@@ -389,6 +390,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         placeholders=tuple(root.get("placeholders") or ()),
         specs=tuple(root.get("specs") or ()),
         nested=tuple(root.get("nested") or ()),
+        memory=dict(root.get("memory") or {}),
         registration=read_registration(root.get("registration") or {}, problems),
     )
     if of_user:

@@ -1,0 +1,52 @@
+"""The names of tensors that transformers 5 has in memory, where these are not those of published
+files: the tensors of all experts of a layer are one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+from mckpt.mapping.file import MappingFile
+from mckpt.mapping.nodes import digest_of, parse
+from mckpt.mapping.rule import Rule
+from mckpt.mapping.schema import FOLDER
+
+_EXPERT = "experts.{expert}."
+
+
+@functools.cache
+def _stacked() -> tuple[dict[str, dict[str, Any]], str]:
+    return parse(FOLDER / "stacked.yaml")
+
+
+def with_stacked_experts(family: MappingFile, keys: Collection[str]) -> MappingFile:
+    """Returns a family as it describes a model with these stored keys: itself, unless they have the
+    names that transformers has in memory.
+    """
+    names, digest = _stacked()
+    ends = tuple(f".{name}" for name in names)
+    if any(rule.key.endswith(ends) for rule in family.rules):
+        return family  # its published files have such tensors
+    if not any(key.endswith(ends) for key in keys):
+        return family
+    rules = list(family.rules)
+    for name, spec in names.items():
+        rules = _replaced(rules, name, tuple(spec["of"]), spec["pack"])
+    for old, new in family.memory.items():
+        rules = [rule._replace(key=rule.key.replace(old, new)) for rule in rules]
+    return family._replace(digest=digest_of(family.digest + digest), rules=tuple(rules))
+
+
+def _replaced(rules: list[Rule], name: str, of: tuple[str, ...], pack: str) -> list[Rule]:
+    """Returns the rules with one for the tensor `name` of all experts, in the place of those for
+    the logical tensors `of`; the same rules if some of them have none.
+    """
+    apart = {rule.of: rule for rule in rules if _EXPERT in rule.key and not rule.mtp}
+    parts = [apart[member,] for member in of if (member,) in apart]
+    if len(parts) < len(of):
+        return rules
+    key = parts[0].key.partition(_EXPERT)[0] + name
+    new = parts[0]._replace(key=key, of=of, pack=pack)
+    return [new if rule is parts[0] else rule for rule in rules if rule not in parts[1:]]
