@@ -338,6 +338,63 @@ def repair(
     return None if target is None else _write(source, dst, target, options)
 
 
+@_lists(_Conversion)
+def adapter_to_megatron(
+    adapter: str | Path,
+    base: Source,
+    dst: str | Path,
+    *,
+    how: Literal["fused", "block", "canonical"] = "fused",
+    **options: Unpack[_Conversion],
+) -> dict[str, Any]:
+    """Writes an adapter (LoRA) of PEFT as Megatron-Bridge saves its own, and returns the content of
+    mckpt.json.
+
+    base: describes the model; of its weights only the headers are read.
+    how: how linears that pack several weights are adapted (docs/adapters.md).
+
+    The other keywords are those of `convert`. Raises SourceError for an adapter that does not fit
+    the base, UsageError for one that the adapters of Megatron-Bridge cannot express, and the errors
+    of `convert`.
+    """
+    from mckpt.adapters import converting, peft
+
+    described = _opened(base)
+    source = converting.of_peft(peft.open_adapter(adapter), described)
+    target = _target(described, {"format": formats.MEGATRON, **options})
+    make = functools.partial(converting.plan_megatron, how=how, base=described)
+    return _write(source, dst, target, options, make)
+
+
+@_lists(RunOptions)
+def adapter_to_hf(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    alpha: float | None = None,
+    like: str | Path | None = None,
+    iteration: int | None = None,
+    overwrite: bool = False,
+    **options: Unpack[RunOptions],
+) -> dict[str, Any]:
+    """Writes the adapters of a Megatron checkpoint as a directory of PEFT, and returns the content
+    of mckpt.json.
+
+    alpha: that of the adapters, if neither run_config.yaml nor mckpt.json states it. like,
+    iteration: as for `open`. The other keywords are those of `Plan.run`.
+
+    Raises SourceError for a checkpoint without adapters or with incomplete ones, and UsageError if
+    their alpha or the names of the model's weights are not known.
+    """
+    from mckpt.adapters import converting
+
+    described = SourceOptions(like=like, iteration=iteration)
+    source, _ = converting.of_megatron(src, described, alpha)
+    target = TargetOptions(format=formats.HUGGING_FACE)
+    given = {**options, "overwrite": overwrite}
+    return _write(source, dst, target, given, converting.plan_peft)
+
+
 def diff(
     a: Source,
     b: Source,
@@ -459,10 +516,11 @@ def _write(
     dst: str | Path,
     target: TargetOptions,
     options: Mapping[str, Any],
+    make: Callable[..., Plan] = planning.make_plan,
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
     _run_settings(options)  # refuses wrong values before the plan is made
-    planned, manifest = planning.plan_or_find(source, dst, target, **_place(options))
+    planned, manifest = planning.plan_or_find(source, dst, target, make=make, **_place(options))
     return manifest or planned.run(**_run_options(options))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,5 +91,111 @@ def inspect(path: Path, as_json: bool) -> None:
         echo(f"  replaces {name}")
 
 
-for _command in (merge, inspect):
+@command("to-megatron")
+@click.argument("adapter", type=PATH)
+@click.argument("base", type=PATH)
+@shared.destination_argument
+@shared.conversion_option(
+    "--layout",
+    "how",
+    type=click.Choice(["fused", "block", "canonical"]),
+    default="fused",
+    help="How linears that pack several weights (q, k and v; gate and up) are adapted. fused: by"
+    " one adapter, whose factor A all of them share. block: by one adapter with the sum of their"
+    " ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA).",
+)
+@shared.layout_options(default=1)
+@shared.megatron_option(
+    "--format",
+    "target_format",
+    type=shared.MEGATRON_FORMATS,
+    default=formats.MEGATRON,
+    help="Format of the new checkpoint.",
+)
+@shared.target_iteration_option
+@shared.dialect_option(otherwise="that of the base, or of its family, else gpt")
+@shared.like_option
+@shared.vocab_size_option
+@shared.megatron_target_options
+@shared.family_options
+@shared.conversion_options
+def to_megatron(
+    adapter: Path, base: Path, dst: Path, target_format: str, how: str, **options: Any
+) -> None:
+    """Write an adapter of PEFT as Megatron-Bridge saves its own.
+
+    BASE describes the model: a Hugging Face directory, or a Megatron checkpoint. Of its weights
+    only the headers are read. DST is a save directory with the adapter alone.
+    """
+    from mckpt.adapters import converting, peft
+    from mckpt.geometry.parallel import Parallel
+
+    described = shared.open_source(base, options)
+    source = converting.of_peft(peft.open_adapter(adapter), described)
+    parallel = Parallel().with_(**shared.parallel_sizes(options))
+    target = shared.make_target(options, target_format, parallel)
+    make = partial(converting.plan_megatron, how=how, base=described)
+    if outcome := convert.carry_out(source, dst, target, options, make):
+        outcome.show(options["as_json"])
+
+
+_alpha_option = shared.reading_option(
+    "--alpha",
+    type=float,
+    help="The alpha of the adapters, if neither run_config.yaml nor mckpt.json states it.",
+)
+
+
+@command("to-hf")
+@shared.source_argument
+@shared.destination_argument
+@_alpha_option
+@shared.like_option
+@shared.vocab_size_option
+@shared.iteration_option
+@shared.family_options
+@shared.conversion_options
+def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
+    """Write the adapters of a Megatron checkpoint as a directory of PEFT."""
+    from mckpt.adapters import converting
+
+    source, _ = converting.of_megatron(src, shared.source_options(options), alpha)
+    target = shared.make_target(options, formats.HUGGING_FACE, None)
+    if outcome := convert.carry_out(source, dst, target, options, converting.plan_peft):
+        outcome.show(options["as_json"])
+
+
+@command()
+@shared.source_argument
+@shared.destination_argument
+@_alpha_option
+@shared.layout_options("target-", otherwise="the source's")
+@shared.megatron_option(
+    "--target-format",
+    type=shared.MEGATRON_FORMATS,
+    help="Format of the new checkpoint. Without it, the source's.",
+)
+@shared.like_option
+@shared.vocab_size_option
+@shared.iteration_option
+@shared.megatron_target_options
+@shared.family_options
+@shared.conversion_options
+def reshard(
+    src: Path, dst: Path, alpha: float | None, target_format: str | None, **options: Any
+) -> None:
+    """Change the sizes or the format of a Megatron checkpoint of adapters."""
+    from mckpt.adapters import converting
+
+    source, names = converting.of_megatron(src, shared.source_options(options), alpha)
+    parallel = source.parallel.with_(**shared.parallel_sizes(options))
+    target_format = target_format or formats.kept_or_default(source.format)
+    target = shared.make_target(options, target_format, parallel)
+    how = "canonical" if names.canonical else "fused"
+    make = partial(converting.plan_megatron, how=how)
+    if outcome := convert.carry_out(source, dst, target, options, make):
+        outcome.show(options["as_json"])
+
+
+for _command in (merge, inspect, to_megatron, to_hf, reshard):
     adapter.add_command(_command)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,10 +207,15 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
 
 
 def carry_out(
-    source: Checkpoint, dst: Path, target: TargetOptions, options: Options
+    source: Checkpoint,
+    dst: Path,
+    target: TargetOptions,
+    options: Options,
+    make: Callable[..., Plan] | None = None,
 ) -> Outcome | None:
     """Writes the target, or prints the plan if the options contain --dry-run.
 
+    make: makes the plan in the place of `planning.make_plan`.
     Returns None under a launcher if this is not rank 0, which alone prints the result.
     """
     from mckpt.execute.ranks import Ranks
@@ -217,9 +223,9 @@ def carry_out(
     ranks = Ranks() if options["workers"] else Ranks.of_environment()
     settings = _settings(options, ranks)
     if options["dry_run"]:
-        _print_plan(source, dst, target, options)
+        _print_plan(source, dst, target, options, make)
         return Outcome("planned", str(dst))
-    return _write(source, dst, target, options, settings, ranks)
+    return _write(source, dst, target, options, settings, ranks, make)
 
 
 def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
@@ -248,12 +254,19 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _print_plan(source: Checkpoint, dst: Path, target: TargetOptions, options: Options) -> None:
+def _print_plan(
+    source: Checkpoint,
+    dst: Path,
+    target: TargetOptions,
+    options: Options,
+    make: Callable[..., Plan] | None = None,
+) -> None:
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     from mckpt.conversion import planning
 
     # helps: print the plan even if `dst` is occupied; the check below raises that error
-    planned = planning.make_plan(source, dst, target, helps=True, **_place(options))
+    make = make or planning.make_plan
+    planned = make(source, dst, target, helps=True, **_place(options))
     as_json = options["as_json"]
     print_note = functools.partial(terminal.print_note, as_json=as_json)
     document(json.dumps(planned.json()) if as_json else planned.summary())
@@ -287,6 +300,7 @@ def _write(
     options: Options,
     settings: dict[str, Any],
     ranks: Ranks,
+    make: Callable[..., Plan] | None = None,
 ) -> Outcome | None:
     """Plans and writes the target, unless `dst` holds it already.
 
@@ -296,7 +310,13 @@ def _write(
 
     workers, as_json, print_note = options["workers"] or 1, options["as_json"], settings["on_note"]
     planned, manifest = planning.plan_or_find(
-        source, dst, target, helps=ranks.rank > 0, on_note=print_note, **_place(options)
+        source,
+        dst,
+        target,
+        helps=ranks.rank > 0,
+        on_note=print_note,
+        make=make or planning.make_plan,
+        **_place(options),
     )
     path, nbytes = str(planned.destination.path), planned.nbytes
     size = f"{nbytes:,} bytes in {counted(len(planned.outputs), 'file')}"

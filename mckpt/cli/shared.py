@@ -28,6 +28,7 @@ from mckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
+    from mckpt.checkpoint.description import SourceOptions
     from mckpt.conversion.target import TargetOptions
     from mckpt.geometry.parallel import Parallel
 
@@ -406,12 +407,16 @@ def run_options(otherwise: str) -> Decorator:
 def open_source(path: Path, options: Options) -> Checkpoint:
     """Opens a checkpoint; the options describe the model."""
     from mckpt.checkpoint.checkpoint import Checkpoint
+
+    return Checkpoint.open(path, source_options(options))
+
+
+def source_options(options: Options) -> SourceOptions:
+    """Returns the description of a source that the options give."""
     from mckpt.checkpoint.description import SourceOptions
 
     settings = parse_settings(options)
-    return Checkpoint.open(
-        path, SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
-    )
+    return SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
 
 
 def with_adapter(source: Checkpoint, options: Options) -> Checkpoint:

@@ -157,21 +157,22 @@ def plan_or_find(
     update_tracker: bool = False,
     helps: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
+    make: Callable[..., Plan] = make_plan,
 ) -> tuple[Plan, dict[str, Any] | None]:
-    """Returns the plan, as `make_plan` does, and None; or the plan and the manifest in `dst`, if
-    `dst` already holds the output of the conversion and `overwrite` is false.
+    """Returns the plan, as `make` does, and None; or the plan and the manifest in `dst`, if `dst`
+    already holds the output of the conversion and `overwrite` is false.
 
-    If something else is in the way, the error of `make_plan` has a sentence on the difference.
+    If something else is in the way, the error of `make` has a sentence on the difference.
     """
     try:
-        return make_plan(
+        return make(
             source, dst, target, overwrite=overwrite, update_tracker=update_tracker, helps=helps
         ), None
     except DestinationError as error:
         if overwrite:
             raise
         refusal = error
-    planned = make_plan(source, dst, target, update_tracker=update_tracker, helps=True)
+    planned = make(source, dst, target, update_tracker=update_tracker, helps=True)
     from mckpt.conversion.done import complete, existing_output
 
     output = existing_output(planned, on_note=on_note)

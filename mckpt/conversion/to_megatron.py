@@ -67,7 +67,7 @@ MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOptions) -> PlanData:
     """Returns the plan of a Megatron checkpoint of any format."""
     refuse_changed(source)
-    decided = _decide(source, destination, target)
+    decided = decide(source, destination, target)
     args = args_of(decided)
     decided = _with_layer_keys(decided, args)
     moved, target = decided.moved, decided.target
@@ -84,7 +84,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
             scalers=scalers,
         )
     )
-    side_files = _side_of(source)
+    side_files = side_of(source)
     launch = _launch(decided, args, side_files)
     files = [*tensor_files, *_launch_files(decided, launch), *bridge_files(decided)]
     more, carried_files = carried.lay_out(carried.of(moved.layout), target.max_shard_size)
@@ -111,7 +111,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
     )
 
 
-def _decide(source: Checkpoint, destination: Destination, target: TargetOptions) -> Decided:
+def decide(source: Checkpoint, destination: Destination, target: TargetOptions) -> Decided:
     """Returns all decisions from which the args of the target follow, or refuses the conversion."""
     dialect = dialect_to_write(source, target)
     megatron = _version(source, dialect, target, destination)
@@ -537,7 +537,7 @@ def _side_root(source: Checkpoint) -> Path | None:
     return root
 
 
-def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
+def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     """Returns the Hugging Face files for DST/hf: config.json with the user's corrections, and the
     user's family file.
     """

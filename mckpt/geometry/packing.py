@@ -9,6 +9,8 @@ Each packing is written once, as a list of boxes and their places, in storage or
                                              default one query group (Megatron-Core, attention.py)
     interleaved  [ a0 b0 a1 b1 ]             along axis 0, the rows of all in turn
     swapped  [ a1 | a0 ]                     along axis 1, the halves of one tensor
+    halved   [ a0 a2 a4 | a1 a3 a5 ]         along axis 0, the halves of each group of one tensor:
+                                             all first ones, then all second ones
 
 Before megatron-core, Megatron-LM packed q, k and v in three ways: `gated` (checkpoint_version 0),
 `interleaved` (1) and `qkv` (2 and 3; checkpointing.py, fix_query_key_value_ordering).
@@ -113,6 +115,24 @@ def swapped(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed(shape, tuple(placed), (rows,))
 
 
+def halved(shapes: Sequence[Shape], groups: int) -> Packed:
+    (shape,) = shapes
+    if shape[0] % (2 * groups):
+        raise PackingError(f"{list(shape)} does not fall into {groups} groups of two halves")
+    rows, rest = shape[0] // (2 * groups), shape[1:]
+    zeros = (0,) * len(rest)
+    placed = [
+        Placed(
+            0,
+            Box(((2 * g + half) * rows, *zeros), (rows, *rest)),
+            ((half * groups + g) * rows, *zeros),
+        )
+        for half in range(2)
+        for g in range(groups)
+    ]
+    return Packed(shape, tuple(placed), (shape[0],))
+
+
 PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "one": one,
     "concat": concat,
@@ -120,6 +140,7 @@ PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "qkv": qkv,
     "interleaved": interleaved,
     "swapped": swapped,
+    "halved": halved,
 }
 TP_KINDS = ("column", "row", "vocab", "replicated")
 

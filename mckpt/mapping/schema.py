@@ -15,6 +15,7 @@ from mckpt.mapping.nodes import Node, parse
 _PACKAGE = Path(__file__).parent.parent
 # a wheel has them inside
 FOLDER = _PACKAGE / "mappings" if (_PACKAGE / "mappings").is_dir() else _PACKAGE.parent / "mappings"
+FACTORS = ("lora_A", "lora_B")  # of an adapter, behind the name of the weight
 _TYPES: dict[str, Any] = {
     "int": int,
     "float": (int, float),
@@ -51,9 +52,16 @@ class Schema(NamedTuple):
     def shape(self, name: str, dims: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the shape of a logical tensor (by template), in elements.
 
-        An optimizer's state of a weight, such as `final_norm.weight@exp_avg`, has the weight's.
+        An optimizer's state of a weight, such as `final_norm.weight@exp_avg`, has the weight's. The
+        factors of an adapter of rank 8 are `WEIGHT:lora_A.8` [8, in] and `WEIGHT:lora_B.8` [out,
+        8].
         """
-        return tuple(e(dims) for e in self.tensors[name.partition("@")[0]].shape)
+        weight, _, factor = name.partition("@")[0].partition(":")
+        shape = tuple(e(dims) for e in self.tensors[weight].shape)
+        if not factor:
+            return shape
+        side, _, rank = factor.rpartition(".")
+        return (int(rank), shape[1]) if side == FACTORS[0] else (shape[0], int(rank))
 
     def check(self, name: str, value: Any) -> Any:
         """Returns the value if the dim can have it; raises ValueError with the reason if not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,19 @@ def apart(got: np.ndarray, weight: np.ndarray, added: np.ndarray) -> float:
     place = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14))) - digits + 1)
     least = 2.0**-20 * (np.abs(weight.astype("f8")) + np.abs(added).max())
     return float(np.max((np.abs(got.astype("f8") - exact) - least) / place))
+
+
+def bytes_of(directory: Path) -> bytes:
+    """Returns the weights file of an adapter."""
+    return (directory / "adapter_model.safetensors").read_bytes()
+
+
+def same(one: Path, other: Path) -> bool:
+    """Returns whether two adapters have the same factors."""
+    a, b = tensors(one), tensors(other)
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+def remove(directory: Path) -> None:
+    """Removes a directory."""
+    shutil.rmtree(directory)

@@ -51,7 +51,7 @@ MAY = words(
         "mapping": "errors geometry values",
         "formats": f"{CORE} containers",
         "checkpoint": f"{CORE} formats",
-        "adapters": f"{CORE} checkpoint containers formats",
+        "adapters": f"{CORE} checkpoint containers conversion formats",
         "execute": "errors geometry progress storage values version",
         "conversion": f"{CORE} checkpoint containers execute formats",
         "checking": f"{CORE} checkpoint containers execute formats",

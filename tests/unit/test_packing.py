@@ -269,6 +269,16 @@ def check_swapped(ways: int = 1) -> None:
     same(shards("swapped", [GATE], "column", ways), np.split(np.hstack([right, left]), ways))
 
 
+def check_halved(ways: int = 1) -> None:
+    """Megatron-Core cuts the rows of each rank in two (apply_swiglu_sharded_factory), also where an
+    adapter of a linear_fc1 has no gate.
+    """
+    rows = tensor(16, 2 * FFN, HIDDEN)
+    halves = [np.split(rank, 2) for rank in np.split(rows, ways)]
+    first, second = ([half[i] for half in halves] for i in (0, 1))
+    same(shards("halved", [rows], "replicated", 1, groups=ways), [np.vstack([*first, *second])])
+
+
 def check_transposed(ways: int = 1) -> None:
     """Compares a square weight too, in which only the values show a transpose."""
     square = tensor(14, FFN, FFN)
@@ -301,6 +311,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
         check_column,
         check_concat,
         check_swapped,
+        check_halved,
         check_transposed,
         check_vocab,
     )

@@ -154,6 +154,15 @@ def read_model(path: Path) -> dict[str, Any]:
     """Returns the section `model` of a run_config.yaml, or `config` of NeMo's model.yaml; its tags
     of Python objects are read as plain values.
     """
+    section = "config" if path.name == NEMO_MODEL else "model"
+    model = read_section(path, section)
+    if not isinstance(model, dict):
+        raise SourceError(f"{path}: has no `{section}` section")
+    return model
+
+
+def read_section(path: Path, name: str) -> Any:
+    """Returns a section of a run_config.yaml, as `read_model`; None if it has no such section."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -170,8 +179,4 @@ def read_model(path: Path) -> dict[str, Any]:
 
     Loader.add_multi_constructor("", plain)
     found = _parsed(path, yaml.load, Loader)  # a SafeLoader: nothing is imported
-    section = "config" if path.name == NEMO_MODEL else "model"
-    model = found.get(section) if isinstance(found, dict) else None
-    if not isinstance(model, dict):
-        raise SourceError(f"{path}: has no `{section}` section")
-    return model
+    return found.get(name) if isinstance(found, dict) else None

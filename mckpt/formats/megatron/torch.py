@@ -46,16 +46,18 @@ from mckpt.formats.megatron.torch_shards import (
     FILES,
     OPTIMIZER,
     Shard,
+    axes,
     directories,
     instances,
     places,
     shards,
 )
 from mckpt.formats.megatron.torch_writing import lay_out
-from mckpt.geometry.box import Layout, Stored
+from mckpt.geometry.box import Layout, Stored, row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
 from mckpt.storage.files import opened
+from mckpt.values.dtypes import itemsize
 
 CHOICES = {"keys": ("local",)}  # of the dialects
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -135,6 +137,16 @@ class Torch:
         """Returns the keys of the first and the last rank, which are those of the outer stages."""
         ends = dict.fromkeys((self.directories[0], self.directories[-1]))
         return [key for name in ends for model in self._rank(name).models for key in model]
+
+    def stage_keys(self) -> list[str]:
+        """Returns the keys of one rank of each pipeline stage."""
+        stages: dict[str | None, str] = {}
+        for name in self.directories:
+            match = _RANK.fullmatch(name)
+            stages.setdefault(match[2] if match else None, name)
+        return [
+            key for name in stages.values() for model in self._rank(name).models for key in model
+        ]
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:
         """Rows of the embedding over all ranks, padding included."""
@@ -313,21 +325,21 @@ class Torch:
         missing or of another shape becomes one of `problems`.
         """
         found: list[tuple[int, int, Entry]] = []
+        stack = axes(b, names.parallel, names.dims)
+        whole = (*stack, *shard.shape)
         for _, directory, v, layer, expert, key in places(b, shard, names):
             entry = self._rank(directory).models[v].get(key)
             left[directory][v].pop(key, None)
             if entry is None:
                 if not b.rule.alias:
-                    problems.missing(
-                        f"{directory}: {key} is missing; it should be {list(shard.shape)}"
-                    )
-            elif entry.shape != shard.shape:
+                    problems.missing(f"{directory}: {key} is missing; it should be {list(whole)}")
+            elif entry.shape != whole:
                 problems.missing(
                     f"{directory}: {key} is {list(entry.shape)}, and should be"
-                    f" {list(shard.shape)} by its dims"
+                    f" {list(whole)} by its dims"
                 )
             else:
-                found.append((layer, expert, entry))
+                found.append((layer, expert, _part(entry, expert % stack[0]) if stack else entry))
         return found
 
     # ---- files
@@ -391,6 +403,14 @@ class Torch:
     def _parse(self, path: str) -> tuple[Any, Ranges]:
         with opened(path) as fd:
             return self._pickles.read(fd, path)
+
+
+def _part(entry: Entry, number: int) -> Entry:
+    """Returns a part of a buffer along its first axis, by its number."""
+    strides = entry.strides or row_major(entry.shape)
+    skipped = number * strides[0] * itemsize(entry.dtype)
+    inner = None if entry.strides is None else strides[1:]
+    return entry._replace(shape=entry.shape[1:], at=entry.at + skipped, strides=inner)
 
 
 def _flat(model: dict[Any, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:

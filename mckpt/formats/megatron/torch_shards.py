@@ -36,6 +36,13 @@ class Shard(NamedTuple):
     replica: bool
 
 
+def axes(b: Bound, parallel: Parallel, dims: Scope) -> tuple[int, ...]:
+    """Returns the leading axis of a rule's tensors that hold all experts of a rank; none if each
+    tensor is that of one expert.
+    """
+    return (dims["num_experts"] // parallel.ep,) if "expert" in b.rule.stacked() else ()
+
+
 def shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, int]]) -> list[Shard]:
     """Returns the shards of a rule over the files of one stage.
 

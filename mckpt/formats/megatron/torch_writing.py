@@ -10,11 +10,12 @@ from mckpt.containers import safe_pickle, torch_file
 from mckpt.formats.base import dtype_of, packed, shapes_of
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import state_bound, state_pieces, states_of, torch_writing
-from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, places, shards
+from mckpt.formats.megatron.torch_shards import FILE, Shard, axes, instances, places, shards
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
 from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize
 
 STEM = "model_optim_rng"
 WEIGHT = ""  # in the place of a state: the weight itself
@@ -94,8 +95,11 @@ def _contents(
         place = {key: i for i, key in enumerate(registration.sorted(parameters))}
         tensors.sort(key=lambda one: place.get(one[4], len(place)))
     for b, shape, v, _, key in tensors:
+        if (v, key, WEIGHT) in storages:  # it holds the experts of a rank
+            continue
         storage = storages[v, key, WEIGHT] = str(len(storages))
-        models[v][key] = safe_pickle.tensor(dtype_of(b.rule, request.dtypes), shape, storage)
+        whole = (*axes(b, parallel, dims), *shape)
+        models[v][key] = safe_pickle.tensor(dtype_of(b.rule, request.dtypes), whole, storage)
     for b in dialect.bind(request.names.scope(), dialect.objects):
         for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
             models[v][key] = None
@@ -145,11 +149,13 @@ def _stored(
     """
     named = state_bound(b, state).rule if state else b.rule
     pieces = state_pieces(shard.pieces, state) if state else shard.pieces
+    key, dtype = f"{b.rule.key} ({state})" if state else b.rule.key, dtype_of(named, request.dtypes)
+    (count,) = axes(b, request.names.parallel, request.names.dims) or (1,)
+    nbytes = math.prod(shard.shape) * itemsize(dtype)
     rows = [
-        (layer, expert, number[directory], at_of[p][v, key, state])
-        for p, directory, v, layer, expert, key in places(b, shard, request.names)
+        (layer, expert, number[directory], at_of[p][v, name, state] + expert % count * nbytes)
+        for p, directory, v, layer, expert, name in places(b, shard, request.names)
     ]
     where = np.array(rows, "i8").reshape(-1, 4).T
-    key, dtype = f"{b.rule.key} ({state})" if state else b.rule.key, dtype_of(named, request.dtypes)
     padding = b.rule.tp == "vocab"
     return Stored(key, dtype, shard.shape, pieces, *where, replica=shard.replica, padding=padding)

@@ -1,0 +1,229 @@
+"""The factors of adapters as logical tensors: `WEIGHT:lora_A.RANK` [RANK, in] and
+`WEIGHT:lora_B.RANK` [out, RANK].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from mckpt.adapters.peft import rules
+from mckpt.errors import UsageError
+from mckpt.formats.base import Names
+from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound
+from mckpt.mapping.expression import Expression
+from mckpt.mapping.schema import FACTORS
+
+Place = tuple[str, int, int]  # of a weight: template, layer, expert
+A, B = FACTORS
+
+
+def name_of(weight: str, side: str, rank: int) -> str:
+    """Returns the template of a factor of a weight."""
+    return f"{weight}:{side}.{rank}"
+
+
+def parts_of(name: str) -> tuple[str, str, int]:
+    """Returns the weight, the side (A or B) and the rank of a factor, by its template."""
+    weight, _, factor = name.partition(":")
+    side, _, rank = factor.rpartition(".")
+    return weight, side, int(rank)
+
+
+class Module(NamedTuple):
+    """One adapter of a Megatron model: the module that it adds, and the weights that it adapts."""
+
+    bound: Bound  # of the weight
+    stem: str  # starts the keys of its factors
+    of: tuple[str, ...]  # templates of the weights
+
+
+@dataclass(frozen=True)
+class AdapterNames(Names):
+    """The names of the factors in a Megatron checkpoint with adapters of one rank."""
+
+    weights: frozenset[str] = field(default_factory=frozenset)  # templates of adapted weights
+    rank: int = 0
+    canonical: bool = False  # a pair of factors for each weight, not for each module
+    mtp: bool = True  # layers of multi-token prediction have adapters too
+    whole: bool = False  # the weights of the base are in the checkpoint as well
+
+    @property
+    def module(self) -> str:
+        """The name of the module that an adapter adds."""
+        return str(rules()["megatron"]["module"])
+
+    @cached_property
+    def modules(self) -> list[Module]:
+        """The adapters of the model."""
+        found: list[Module] = []
+        sections: dict[str, list[Bound]] = {}
+        for b in self.mapping.bind(self.scope()):
+            if b.rule.alias or not self.weights.intersection(b.rule.of):
+                continue
+            if b.rule.mtp and not self.mtp:
+                continue
+            stem, dot, end = b.rule.key.rpartition(".weight")
+            if not dot:
+                continue
+            if end.startswith("."):  # one of several sections of a matrix
+                sections.setdefault(stem, []).append(b)
+                continue
+            found += self._modules(b, stem)
+        for stem, several in sections.items():
+            of = tuple(name for b in several for name in b.rule.of)
+            # in the order of the tensor-parallel ranks, each of which has its part of each section
+            turns = several[0].rule._replace(
+                of=of, pack="qkv", heads=Expression(str(self.parallel.tp))
+            )
+            found += self._modules(several[0]._replace(rule=turns), stem)
+        return found
+
+    def _modules(self, b: Bound, stem: str) -> Iterator[Module]:
+        ends: Mapping[str, str] = rules()["megatron"]["canonical"]
+        grouped = "expert" in b.rule.indices and "{expert}" not in stem
+        if not self.canonical or len(b.rule.of) == 1 or grouped:
+            yield Module(b, f"{stem}.{self.module}.", b.rule.of)
+            return
+        for name in b.rule.of:
+            added = next((ends[end] for end in ends if name.endswith(f".{end}")), None)
+            if added is None:
+                raise UsageError(
+                    f"{name}: CanonicalLoRA of Megatron-Bridge has no adapter for this part of"
+                    f" {stem}; choose the layout fused or block"
+                )
+            one = b.rule._replace(of=(name,), pack="one", heads=None)
+            yield Module(b._replace(rule=one), f"{stem}.{self.module}.{added}.", (name,))
+
+    @cached_property
+    def bound(self) -> list[Bound]:
+        """The rules of the factors, and those of the base's weights if they are there too."""
+        out = self.mapping.bind(self.scope()) if self.whole else []
+        ends = rules()["megatron"]["factors"]
+        halved = tuple(f".{name}." for name in rules()["megatron"]["halved"])
+        for b, stem, of in self.modules:
+            rule = b.rule._replace(dtype=None, transposed=False)
+            a = rule._replace(
+                key=stem + ends["a"],
+                of=(name_of(of[0], A, self.rank),),
+                pack="one",
+                heads=None,
+                tp="row" if rule.tp == "row" else "column",  # its rows are the rank
+            )
+            if self.choices.get("keys") == "global" and stem.endswith(halved):
+                tp = Expression(str(self.parallel.tp))
+                rule = rule._replace(pack="halved", heads=tp)
+            rest = rule._replace(
+                key=stem + ends["b"],
+                of=tuple(name_of(name, B, self.rank) for name in of),
+                tp="vocab" if rule.tp == "vocab" else "column",
+            )
+            out += [b._replace(rule=a), b._replace(rule=rest)]
+        return out
+
+
+class Member(NamedTuple):
+    """The factors of one weight in a module: the rank, and where they begin in those of the module.
+
+    They are rows first to first + rank of A, and columns first to first + rank of B.
+    """
+
+    weight: str
+    rank: int
+    first: int
+    has_a: bool  # A of the module is that of this weight, or has it as rows
+
+
+def placed(layout: Layout, modules: Iterable[Module], members: Mapping[Place, Member]) -> Layout:
+    """Returns the layout of a new Megatron checkpoint, in which the factors of modules are those of
+    the weights in them. Elements that no weight has are zero.
+
+    members: of each weight with an adapter.
+    """
+    group = {weight: module.of for module in modules for weight in module.of}
+    stored: list[Stored] = []
+    for s in layout.stored:
+        alike: dict[tuple[Piece, ...], list[int]] = {}
+        for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+            pieces: list[Piece] = []
+            for piece in s.pieces:
+                weight, side, _ = parts_of(piece.tensor)
+                for one in group[weight] if side == A else (weight,):
+                    member = members.get((one, *at))
+                    if member is None or (side == A and not member.has_a):
+                        continue
+                    if (found := _of_member(piece, side, member)) is not None:
+                        pieces.append(found)
+            alike.setdefault(tuple(pieces), []).append(row)
+        for pieces, rows in alike.items():
+            index = np.array(rows)
+            where = (column[index] for column in (s.layer, s.expert, s.file, s.at))
+            layer, expert, file, place = where
+            stored.append(
+                replace(
+                    s,
+                    pieces=pieces,
+                    layer=layer,
+                    expert=expert,
+                    file=file,
+                    at=place,
+                    padding=True,
+                )
+            )
+    return replace(layout, stored=stored)
+
+
+def _of_member(piece: Piece, side: str, member: Member) -> Piece | None:
+    """Returns the part of a piece of a module's factor that is a factor of one weight."""
+    axis = 0 if side == A else 1
+    low, size = list(piece.box.offset), list(piece.box.shape)
+    low[axis], size[axis] = member.first, member.rank
+    box = overlap(piece.box, Box(tuple(low), tuple(size)))
+    if box is None:
+        return None
+    skipped = (a - b for a, b in zip(box.offset, piece.box.offset, strict=True))
+    start = piece.start + sum(n * step for n, step in zip(skipped, piece.strides, strict=True))
+    low = list(box.offset)
+    low[axis] -= member.first
+    name = name_of(member.weight, side, member.rank)
+    return piece._replace(tensor=name, box=Box(tuple(low), box.shape), start=start)
+
+
+def shared(layout: Layout, modules: Iterable[Module], rank: int) -> Layout:
+    """Returns the layout of a Megatron checkpoint with the factor A of a module once for each
+    weight that the module adapts.
+    """
+    group = {name_of(m.of[0], A, rank): m.of for m in modules}
+    stored, shapes = list(layout.stored), dict(layout.shapes)
+    for s in layout.stored:
+        names = {p.tensor for p in s.pieces} & group.keys()
+        for name in names:
+            for other in group[name][1:]:
+                named = name_of(other, A, rank)
+                pieces = tuple(p._replace(tensor=named) for p in s.pieces)
+                stored.append(replace(s, pieces=pieces))
+                shapes[named] = shapes[name]
+    return replace(layout, stored=stored, shapes=shapes)
+
+
+def kept(layout: Layout, names: Iterable[str]) -> Layout:
+    """Returns the tensors of a layout that are among `names`, by template."""
+    wanted = set(names)
+    stored = [s for s in layout.stored if wanted.intersection(p.tensor for p in s.pieces)]
+    shapes = {name: shape for name, shape in layout.shapes.items() if name in wanted}
+    return replace(layout, stored=stored, shapes=shapes)
+
+
+def weights_in(layout: Layout) -> dict[Place, int]:
+    """Returns the weights that the factors of a layout adapt, and the rank of each."""
+    found: dict[Place, int] = {}
+    for s in layout.stored:
+        for name in {p.tensor for p in s.pieces if ":" in p.tensor}:
+            weight, _, rank = parts_of(name)
+            for at in zip(s.layer.tolist(), s.expert.tolist(), strict=True):
+                found[(weight, *at)] = rank
+    return found

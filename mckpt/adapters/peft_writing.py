@@ -1,0 +1,200 @@
+"""Lays out the directory of an adapter of PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mckpt.adapters.factors import A, B, Place, name_of
+from mckpt.adapters.peft import is_adapter, open_adapter, rules
+from mckpt.formats.base import Format, Names, packed
+from mckpt.formats.hf_config import ADAPTER
+from mckpt.formats.hf_files import Row, place
+from mckpt.geometry.box import Layout, Piece, Stored, whole_box
+from mckpt.geometry.packing import Packed
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound
+from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize
+
+STEM, ONE_FILE = ADAPTER[1].partition(".")[0], 1 << 62
+
+
+class Adapted(NamedTuple):
+    """A stored weight of the base with factors: a matrix, or those of all experts of a layer."""
+
+    key: str
+    bound: Bound
+    whole: Packed  # one matrix
+    layer: int
+    experts: list[int]  # [0] of a matrix that belongs to no expert
+    there: list[str]  # templates of the packed weights that have factors
+    rank: int
+    stacked: bool  # the key holds the matrices of all experts
+
+
+class Written(NamedTuple):
+    """The files of an adapter of PEFT."""
+
+    layout: Layout
+    outputs: list[TargetFile]
+    adapted: list[Adapted]
+
+
+def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str) -> Written:
+    """Lays out the factors of an adapter.
+
+    names: those of the base as a Hugging Face directory. ranks: of each weight with factors.
+    """
+    adapted = list(_adapted(names, ranks))
+    keys = {one.key for one in adapted}
+    rows = [row for one in adapted for row in _rows(one, keys, dtype)]
+    places = place(rows, ONE_FILE, STEM)
+    size, stored = itemsize(dtype), list[Stored]()
+    for number, one in enumerate(adapted):
+        count = len(one.experts)
+        for side, index in ((A, 2 * number), (B, 2 * number + 1)):
+            shape, pieces = _factor(one, side, count)
+            for nth, expert in enumerate(one.experts):
+                skipped = nth * (one.rank * one.whole.shape[1] if side == A else 1) * size
+                where = [one.layer], [expert], [places.file[index]], [places.at[index] + skipped]
+                stored.append(
+                    Stored(
+                        rows[index].key,
+                        dtype,
+                        shape,
+                        pieces,
+                        *np.array(where, "i8"),
+                        padding=len(one.there) < len(one.bound.rule.of),
+                        view=one.stacked and side == B,
+                    )
+                )
+    return Written(Layout(places.names, stored, {}), places.outputs, adapted)
+
+
+def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[Adapted]:
+    """Yields the stored weights of the base that have factors."""
+    scope = names.scope()
+    for b in names.bound:
+        if b.rule.alias or not b.rule.written:
+            continue
+        whole, keys, (layers, experts) = packed(b.rule, scope), b.keys(), b.instances()
+        count = len(b.experts) if b.axes(scope) else 1
+        for at in range(0, len(keys), count):
+            of, layer = experts[at : at + count].tolist(), int(layers[at])
+            there = [name for name in b.rule.of if (name, layer, of[0]) in ranks]
+            if there and len(whole.shape) == 2:
+                rank = ranks[there[0], layer, of[0]]
+                yield Adapted(keys[at], b, whole, layer, of, there, rank, count > 1)
+
+
+def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
+    """Returns the two tensors of a weight in a file of PEFT.
+
+    keys: of all weights with factors. The adapter of a parameter of all experts wraps those of the
+    parameters before it, whose names then have a part more (PEFT, ParamWrapper).
+    """
+    known = rules()["peft"]
+    module, _, end = one.key.rpartition(".")
+    if one.stacked:
+        parameters = list(known["parameters"])
+        outer = parameters[parameters.index(end) + 1 :] if end in parameters else []
+        module += f".{known['inside'][0]}" * sum(f"{module}.{name}" in keys for name in outer)
+    (out, into), count = one.whole.shape, len(one.experts)
+    shapes = {A: (one.rank * count, into), B: (out, one.rank * count)}
+    return [
+        Row(f"{known['prefix']}{module}.{side}.weight", dtype, shape)
+        for side, shape in shapes.items()
+    ]
+
+
+def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Returns the shape and the pieces of a factor of one matrix.
+
+    count: of the experts whose factors B take turns in its columns.
+    """
+    (out, into), rank = one.whole.shape, one.rank
+    if side == A:
+        box = whole_box((rank, into))
+        return box.shape, (Piece(name_of(one.there[0], A, rank), box, 0, (into, 1)),)
+    pieces, width = [], rank * count
+    for member, box, at, step in one.whole.placed:
+        if (name := one.bound.rule.of[member]) in one.there:
+            rows = box._replace(offset=(box.offset[0], 0), shape=(box.shape[0], rank))
+            strides = (step * width, count)
+            pieces.append(Piece(name_of(name, B, rank), rows, at[0] * width, strides))
+    return ((out * rank - 1) * count + 1,) if one.stacked else (out, rank), tuple(pieces)
+
+
+def config(adapted: Iterable[Adapted], names: Names, alpha: float) -> bytes:
+    """Returns the adapter_config.json of these weights."""
+    found = list(adapted)
+    experts = {_leaf(one.key) for one in found if "{expert}" in one.bound.rule.key}
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    for one in found:
+        if one.stacked:
+            parameters.add(".".join(one.key.split(".")[-3:]))
+        elif _leaf(one.key) in experts and "{expert}" not in one.bound.rule.key:
+            # PEFT takes such a module for one of the experts, and then does not load it
+            parameters.add(one.key)
+        else:
+            modules.add(one.key)
+    ranks = {one.rank for one in found}
+    rank = max(ranks)
+    content: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "target_modules": sorted(_exact(modules, experts, names)),
+        "target_parameters": sorted(parameters) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": any(one.bound.rule.transposed for one in found if not one.stacked),
+        "inference_mode": True,
+        "base_model_name_or_path": None,
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _is_linear(key: str) -> bool:
+    """Returns whether a key can be that of the weight of a module."""
+    return key.count(".") > 1 and key.endswith(".weight")
+
+
+def _leaf(key: str) -> str:
+    """Returns the last name of the module of a weight."""
+    return key.split(".")[-2]
+
+
+def _exact(keys: set[str], experts: set[str], names: Names) -> set[str]:
+    """Returns names of the modules of these weights: the last part, if all modules of the model
+    with it are among them, else the whole name.
+
+    experts: last parts for which PEFT takes the modules of experts only.
+    """
+    every: dict[str, set[str]] = {}
+    for b in names.bound:
+        if not (b.rule.alias or b.rule.mtp) and b.rule.written:
+            for key in filter(_is_linear, b.keys()):
+                if _leaf(key) not in experts or "{expert}" in b.rule.key:
+                    every.setdefault(_leaf(key), set()).add(key)
+    whole = {leaf for leaf, there in every.items() if there <= keys}
+    return {_leaf(key) if _leaf(key) in whole else key.removesuffix(".weight") for key in keys}
+
+
+# A directory of PEFT as a destination. It is not among the formats of whole checkpoints.
+PEFT = Format(
+    "peft",
+    ADAPTER[0],
+    megatron=False,
+    detect=is_adapter,
+    open=open_adapter,  # type: ignore[arg-type]
+    lay_out=lambda request: lay_out(*request)[:2],
+    parts=ADAPTER,
+    last=ADAPTER[0],
+)
