@@ -14,6 +14,7 @@ from mckpt.mapping.rule import Rule
 from mckpt.mapping.schema import FOLDER
 
 _EXPERT = "experts.{expert}."
+_DOWN = ".experts.down_proj"  # a tensor that each such model has
 
 
 @functools.cache
@@ -25,12 +26,11 @@ def with_stacked_experts(family: MappingFile, keys: Collection[str]) -> MappingF
     """Returns a family as it describes a model with these stored keys: itself, unless they have the
     names that transformers has in memory.
     """
-    names, digest = _stacked()
-    ends = tuple(f".{name}" for name in names)
-    if any(rule.key.endswith(ends) for rule in family.rules):
-        return family  # its published files have such tensors
-    if not any(key.endswith(ends) for key in keys):
+    if not any(key.endswith(_DOWN) for key in keys):
         return family
+    if any(rule.key.endswith(_DOWN) for rule in family.rules):
+        return family  # its published files have such tensors
+    names, digest = _stacked()
     rules = list(family.rules)
     for name, spec in names.items():
         rules = _replaced(rules, name, tuple(spec["of"]), spec["pack"])
