@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -153,6 +154,13 @@ LOADED = {
 }
 # The same after Megatron-Bridge has written them and mckpt has resharded them.
 CARRIED = ("deepseek-v3", "gpt_oss", "llama", "nemotron_h", "nemotron_h_latent", "qwen3-moe")
+# Models that Megatron-Bridge computes, and pretrain_gpt.py does not: case -> changed entries of
+# rope_scaling, as in Llama 3.2 and Kimi-K2. Gemma 1 is not changed.
+BRIDGED: dict[str, dict[str, float]] = {
+    "deepseek-v3": {"beta_fast": 1.0},
+    "gemma": {},
+    "llama-rope-scaled": {"factor": 32.0},
+}
 # DeepSeek-V3's files have a second copy of these, which Megatron-Bridge does not export.
 COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight: not exported"
 
@@ -164,7 +172,7 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
     loads = any(
         item.name.startswith("test_megatron_bridge_loads") for item in request.session.items
     )
-    return [case for case in CASES if case in cases or (loads and case in LOADED)]
+    return [case for case in CASES if case in cases or (loads and case in {*LOADED, *BRIDGED})]
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +289,16 @@ def test_megatron_bridge_loads_what_mckpt_writes(
             mckpt.plan(theirs, root, format="torch_dist", parallel=parallel).run()
             name = f"{case}-resharded"
             cases.append({"name": name, "source": str(sources / case), "checkpoint": str(root)})
+    for case, changed in BRIDGED.items():
+        source, root = work / "bridged-hf" / case, work / "bridged" / case
+        shutil.copytree(sources / case, source)
+        rope = config(case).get("rope_scaling") or {}
+        scaled = {"rope_scaling": rope | changed} if changed else {}
+        tiny.write_json(source / "config.json", config(case) | scaled)
+        mckpt.plan(source, root, run_config=True, parallel=Parallel(tp=2)).run()
+        assert not list(root.rglob("megatron_args.sh"))
+        entry = {"name": f"{case}-bridged", "source": str(source), "checkpoint": str(root)}
+        cases.append({**entry, "forward": True})
     for entry in cases:
         entry["checkpoint"] = str(next(Path(entry["checkpoint"]).rglob(RUN_CONFIG)).parent)
     results = judge(cases, 1, work / "loaded", fake_te=True, program="bridge.py", python=PYTHON)
@@ -292,8 +310,11 @@ def test_megatron_bridge_loads_what_mckpt_writes(
         if "difference" in result:
             difference, largest = result["difference"], result["largest"]
             assert difference < limit(np.float32(largest)), (name, difference)
-            sizes, core = str(LOADED[name]), version_of_megatron_core()
-            record(FORWARD, name, "torch_dist", sizes, difference, largest, "bridge", core)
+            case = name.removesuffix("-bridged")
+            sizes = str(LOADED[case] if case == name else Parallel(tp=2))
+            dialect = dialect_for(case, ())
+            core = version_of_megatron_core()
+            record(FORWARD, case, "torch_dist", sizes, difference, largest, dialect, core)
 
 
 def dialect_of(keys: Iterable[str]) -> str:
