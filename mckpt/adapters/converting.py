@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.adapters import factors
 from mckpt.adapters.factors import A, AdapterNames, B, Member, Module, Place, name_of
 from mckpt.adapters.fitting import Fit, fit
-from mckpt.adapters.peft import PeftAdapter, rules
+from mckpt.adapters.peft import PeftAdapter, is_adapter, open_adapter, rules
 from mckpt.adapters.peft_writing import PEFT, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
@@ -27,7 +29,9 @@ from mckpt.conversion.planning import Plan
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.errors import SourceError, UsageError
+from mckpt.formats import places
 from mckpt.formats.base import Names
+from mckpt.formats.foreign import FACTOR, has_adapter
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.run_config import RUN_CONFIG, read_model, read_section
@@ -53,7 +57,8 @@ class AdapterCheckpoint(Checkpoint):
 
     held: Layout | None = None
     scale: float = 1.0  # of every product
-    named: AdapterNames | None = None  # the names of its keys; None: those of PEFT
+    named: Names | None = None  # the names of its keys; None: those of PEFT
+    beside: Layout | None = None  # the weights of the base, if they are in the checkpoint too
 
     @property
     def names(self) -> Names:
@@ -64,7 +69,16 @@ class AdapterCheckpoint(Checkpoint):
     def layout(self) -> Layout:
         """Returns the places of the factors."""
         assert self.held is not None
-        return self.held
+        return self.held if self.merging is None else self.merging.layout(self.held)
+
+    @property
+    def base(self) -> AdapterCheckpoint | None:
+        """Returns the weights beside the factors; None if there are none."""
+        if self.beside is None:
+            return None
+        own = self.names
+        names = Names(own.mapping, own.dims, own.choices, own.parallel)
+        return replace(self, held=self.beside, named=names, beside=None)
 
     def left_behind(self) -> list[str]:
         return []
@@ -161,17 +175,9 @@ class _Model(ModelDescription):
         return mapping.dialect_of(keys, self.options.mapping)
 
 
-_FACTOR = re.compile(r"\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight$")
-
-
 def _weight_key(key: str) -> str:
     """Returns the key of the weight that a factor adapts."""
-    return _FACTOR.sub(".weight", key)
-
-
-def has_adapter(files: CheckpointFiles) -> bool:
-    """Returns whether a checkpoint of Megatron has adapters."""
-    return files.is_megatron and any(map(_FACTOR.search, files.opened.keys()))
+    return FACTOR.sub(".weight", key)
 
 
 def of_megatron(
@@ -183,13 +189,18 @@ def of_megatron(
     if they are not complete, and UsageError if the checkpoint does not state their alpha.
     """
     files = open_files(path, options)
-    if not has_adapter(files):
+    if not files.is_megatron or not has_adapter(files.opened.keys()):
         raise SourceError(f"{files.path}: has no adapters whose names mckpt knows")
     model = _Model(files)
     shown = files.opened.show(None).tensors
     # the stages of a pipeline may have different layers
     keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())
     ranks = {shape[-1] for key, _, shape, _ in shown if key.endswith("linear_out.weight")}
+    if not ranks:
+        raise SourceError(
+            f"{files.opened.root}: has factors linear_in of adapters, and none that is linear_out;"
+            " copy it again"
+        )
     if len(ranks) != 1:
         raise UsageError(
             f"{files.opened.root}: its adapters have the ranks {sorted(ranks)}, and mckpt reads"
@@ -203,16 +214,48 @@ def of_megatron(
         rank=ranks.pop(),
         canonical=any(".adapter.adapter_" in key for key in keys),
         mtp=any(key.startswith("mtp.") for key in keys),
-        whole=any(not _FACTOR.search(key) for key, *_ in shown),
+        whole=any(not FACTOR.search(key) for key, *_ in shown),
     )
     names = replace(names, weights=_adapted(names, keys))
     names = replace(names, choices=files.opened.choices(names))
-    layout = factors.shared(files.opened.layout(names), names.modules, names.rank)
-    layout = factors.kept(layout, [name for name in layout.shapes if ":" in name])
-    if alpha is None:
-        alpha = _alpha(files)
-    scale = alpha / names.rank
-    return AdapterCheckpoint(files, model, held=layout, scale=scale, named=names), names
+    every = factors.shared(files.opened.layout(names), names.modules, names.rank)
+    held, weights = (
+        factors.kept(every, [name for name in every.shapes if (":" in name) == which])
+        for which in (True, False)
+    )
+    scale = (_alpha(files) if alpha is None else alpha) / names.rank
+    beside = weights if weights.stored else None
+    source = AdapterCheckpoint(files, model, held=held, scale=scale, named=names, beside=beside)
+    return source, names
+
+
+@contextmanager
+def as_peft(source: AdapterCheckpoint) -> Iterator[PeftAdapter]:
+    """Yields the adapters of a Megatron checkpoint as a directory of PEFT, which is removed at the
+    end.
+    """
+    with TemporaryDirectory(prefix="mckpt-adapter-") as folder:
+        place = Path(folder) / "peft"
+        plan_peft(source, place, TargetOptions(format=formats.HUGGING_FACE)).run()
+        yield open_adapter(place)
+
+
+@contextmanager
+def opened_adapter(
+    path: str | Path, base: Checkpoint, alpha: float | None = None
+) -> Iterator[PeftAdapter]:
+    """Yields an adapter of PEFT, or those of a Megatron checkpoint as one of PEFT.
+
+    base: the checkpoint that the adapter belongs to, whose config.json describes the model.
+    """
+    place = places.local(path)
+    if not place.is_dir() or is_adapter(place):
+        yield open_adapter(place)
+        return
+    described = base.files.described_by
+    options = SourceOptions(like=described)
+    with as_peft(of_megatron(place, options, alpha)[0]) as adapter:
+        yield adapter
 
 
 def _saved_with(files: CheckpointFiles, parallel: Parallel) -> Parallel:
@@ -228,7 +271,7 @@ def _saved_with(files: CheckpointFiles, parallel: Parallel) -> Parallel:
 
 def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
     """Returns the templates of the weights whose modules have a factor among the keys."""
-    stems = {_FACTOR.sub("", key.rpartition("/")[2]) for key in keys if _FACTOR.search(key)}
+    stems = {FACTOR.sub("", key.rpartition("/")[2]) for key in keys if FACTOR.search(key)}
     text, found = "\n".join(sorted(stems)), set[str]()
     for rule in names.mapping.rules:
         stem, dot, _ = rule.key.rpartition(".weight")

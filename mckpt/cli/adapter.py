@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mckpt import formats
 from mckpt.cli import convert, shared
 from mckpt.cli.commands import Commands
-from mckpt.cli.options import DIRECTORY, PATH, command, json_option
+from mckpt.cli.options import DIRECTORY, PATH, Options, command, json_option
 from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from mckpt.checkpoint.checkpoint import Checkpoint
 
 
 @click.group(cls=Commands)
@@ -39,17 +42,34 @@ def adapter() -> None:
 @shared.keep_padding_option
 @shared.megatron_source_options
 @shared.megatron_target_options
+@shared.alpha_option
 @shared.family_options
 @shared.conversion_options
-def merge(base: Path, adapter: Path, dst: Path, target_format: str | None, **options: Any) -> None:
+def merge(
+    base: Path,
+    adapter: Path,
+    dst: Path,
+    target_format: str | None,
+    alpha: float | None,
+    **options: Any,
+) -> None:
     """Write the weights of BASE with an adapter merged into them.
 
-    BASE and DST are of any format, and ADAPTER is a directory of PEFT. The products of the adapter
-    are added in float32, and each sum is rounded once to the dtype of the weight.
+    BASE and DST are of any format, and ADAPTER is a directory of PEFT or a Megatron checkpoint with
+    adapters. The products of the adapter are added in float32, and each sum is rounded once to the
+    dtype of the weight.
     """
-    from mckpt.adapters import merging, peft
+    from mckpt.adapters import converting, merging
 
-    source = merging.merge(shared.open_source(base, options), peft.open_adapter(adapter))
+    plain = shared.open_source(base, options)
+    with converting.opened_adapter(adapter, plain, alpha) as found:
+        _write_merged(merging.merge(plain, found), dst, target_format, options)
+
+
+def _write_merged(
+    source: Checkpoint, dst: Path, target_format: str | None, options: Options
+) -> None:
+    """Writes the weights of a base with an adapter."""
     sizes = shared.parallel_sizes(options)
     if target_format is None:
         kept = formats.kept_or_default(source.format) if source.is_megatron else source.format
@@ -139,17 +159,10 @@ def to_megatron(
         outcome.show(options["as_json"])
 
 
-_alpha_option = shared.reading_option(
-    "--alpha",
-    type=float,
-    help="The alpha of the adapters, if neither run_config.yaml nor mckpt.json states it.",
-)
-
-
 @command("to-hf")
 @shared.source_argument
 @shared.destination_argument
-@_alpha_option
+@shared.alpha_option
 @shared.like_option
 @shared.vocab_size_option
 @shared.iteration_option
@@ -168,7 +181,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 @command()
 @shared.source_argument
 @shared.destination_argument
-@_alpha_option
+@shared.alpha_option
 @shared.layout_options("target-", otherwise="the source's")
 @shared.megatron_option(
     "--target-format",

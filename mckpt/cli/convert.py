@@ -80,16 +80,51 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
 @shared.keep_padding_option
 @shared.no_adapter_option
 @shared.megatron_source_options
+@shared.merge_option
+@shared.alpha_option
 @shared.family_options
 @shared.conversion_options
 @repeated(to_hf=True)
-def megatron_to_hf(src: Path, dst: Path, **options: Any) -> Outcome | None:
+def megatron_to_hf(
+    src: Path, dst: Path, merge: bool, alpha: float | None, **options: Any
+) -> Outcome | None:
     """Convert a Megatron checkpoint to Hugging Face.
 
     config.json is taken from --like, else from SRC/hf, else built from the checkpoint's args.
     """
+    from mckpt.formats import foreign
+
     source = shared.open_source(src, options)
-    return carry_out(source, dst, shared.make_target(options, formats.HUGGING_FACE, None), options)
+    target = shared.make_target(options, formats.HUGGING_FACE, None)
+    if source.is_megatron and foreign.has_adapter(source.opened.keys()):
+        return _adapters_to_hf(src, dst, merge, alpha, target, options)
+    for option, given in (("--merge", merge), ("--alpha", alpha is not None)):
+        if given:
+            raise UsageError(f"{option}: {src} has no adapters; leave it out")
+    return carry_out(source, dst, target, options)
+
+
+def _adapters_to_hf(
+    src: Path,
+    dst: Path,
+    merge: bool,
+    alpha: float | None,
+    target: TargetOptions,
+    options: Options,
+) -> Outcome | None:
+    """Converts a Megatron checkpoint with adapters."""
+    from mckpt.adapters import converting, merging
+
+    source, _ = converting.of_megatron(src, shared.source_options(options), alpha)
+    if not merge:
+        return carry_out(source, dst, target, options, converting.plan_peft)
+    if (base := source.base) is None:
+        raise UsageError(
+            f"{src}: has adapters alone, without the weights that they belong to: `mckpt adapter"
+            f" merge BASE {src} DST` merges them"
+        )
+    with converting.as_peft(source) as adapter:
+        return carry_out(merging.merge(base, adapter), dst, target, options)
 
 
 @command()

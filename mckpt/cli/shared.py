@@ -149,6 +149,18 @@ no_adapter_option = conversion_option(
     help="Convert the weights alone where a Hugging Face directory has an adapter (LoRA) too.",
 )
 
+alpha_option = reading_option(
+    "--alpha",
+    type=float,
+    help="The alpha of the adapters of a Megatron checkpoint, if neither run_config.yaml nor"
+    " mckpt.json states it.",
+)
+merge_option = conversion_option(
+    "--merge",
+    is_flag=True,
+    help="Of a Megatron checkpoint with weights and adapters (LoRA): write the weights with the"
+    " adapters added to them. Without it, the adapters are written as a directory of PEFT.",
+)
 adapter_option = together(
     conversion_option(
         "--adapter",

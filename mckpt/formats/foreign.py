@@ -25,13 +25,18 @@ _AROUND = {
 VALUE_HEAD = "v_head."  # starts the names of TRL's value head, which is beside `pretrained_model.`
 _LORA = re.compile(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
 
+# Ends of the keys of the factors of Megatron-Bridge's adapters (mappings/adapters.yaml), and the
+# part that the keys of the weights below them have in memory
+FACTOR = re.compile(r"\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight$")
+_WRAPPED = ".to_wrap."
+
 # Names that no mapping has, and what to do with a checkpoint that has them
 _NAMES = (
     (
         r"\.(to_wrap|adapter)\.",
         "Tensors named `adapter` are those of a LoRA in Megatron, and `to_wrap` are the weights to"
-        " which it is added. mckpt converts whole weights: merge the adapter into them first, with"
-        " examples/peft/merge_lora.py of Megatron-Bridge or llm.peft.merge_lora of NeMo.",
+        " which it is added: `mckpt megatron-to-hf SRC DST` writes the adapter as a directory of"
+        " PEFT, and with --merge the weights with the adapter.",
     ),
     (
         _LORA.pattern,
@@ -114,6 +119,16 @@ def _is_around(start: str, names: list[str]) -> bool:
     return all(key.startswith(inside) for key in names) and any(
         key.startswith(start) for key in names
     )
+
+
+def without_adapter(key: str) -> str:
+    """Returns the key that a weight of Megatron has without the adapter around its module."""
+    return key.replace(_WRAPPED, ".")
+
+
+def has_adapter(keys: Iterable[str]) -> bool:
+    """Returns whether keys of Megatron are those of adapters, or of adapters and weights."""
+    return any(map(FACTOR.search, keys))
 
 
 def advice(names: Iterable[str]) -> str:

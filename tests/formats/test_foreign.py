@@ -121,7 +121,9 @@ def test_lora_in_megatron_is_an_error_with_its_cure(tmp_path: Path) -> None:
         model[f"{start}to_wrap.weight"] = model.pop(key)
         model[f"{start}adapter.linear_in.weight"] = pt.put("bfloat16", (1, 2), bytes(4))
     pt.save()
-    words = ("linear_qkv.adapter.linear_in.weight is in no rule", "merge_lora.py")
+    words = ("linear_qkv.adapter.linear_in.weight is in no rule", "mckpt megatron-to-hf")
+    refused(5, *words, args=("reshard", tmp_path / "a", tmp_path / "b", "--tp", 2))
+    words = ("has factors linear_in of adapters, and none that is linear_out",)
     refused(3, *words, args=("megatron-to-hf", tmp_path / "a", tmp_path / "b"))
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mckpt.containers import safe_pickle
 from tests.helpers import lora
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import Pt, edit_json, good, refused
 from tests.helpers.tiny import FIXTURES, unpack
 
 QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
@@ -71,7 +72,7 @@ def test_a_rank_file_of_the_fused_layout(tmp_path: Path) -> None:
     of the base along its input.
     """
     import mckpt
-    from mckpt.containers import safe_pickle, torch_file
+    from mckpt.containers import torch_file
 
     weights = lora.tensors(QWEN3)
     parts = ("q_proj", "k_proj", "v_proj")
@@ -128,8 +129,6 @@ def test_adapters_that_megatron_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_alpha_is_never_guessed(bridge: Path, tmp_path: Path) -> None:
-    from tests.helpers.commands import edit_json
-
     there = tmp_path / "there"
     more = ("--layout", "block", "--format", "torch")
     good("adapter", "to-megatron", ADAPTER, QWEN3, there, *more)
@@ -138,3 +137,47 @@ def test_alpha_is_never_guessed(bridge: Path, tmp_path: Path) -> None:
     good("adapter", "to-hf", there, tmp_path / "peft", "--alpha", 5)
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (6, 5)
+
+
+def test_adapters_of_megatron_are_merged(tmp_path: Path) -> None:
+    there, merged = tmp_path / "there", tmp_path / "merged"
+    good("adapter", "to-megatron", ADAPTER, QWEN3, there, "--layout", "canonical", "--tp", 2)
+    good("adapter", "merge", QWEN3, ADAPTER, merged)
+    good("hf-to-megatron", QWEN3, tmp_path / "base", "--pp", 2)
+    good("adapter", "merge", QWEN3, there, tmp_path / "a")
+    good("adapter", "merge", tmp_path / "base", there, tmp_path / "b")
+    for other in ("a", "b"):
+        good("diff", merged, tmp_path / other)
+    good("megatron-to-hf", there, tmp_path / "peft")
+    assert lora.same(tmp_path / "peft", ADAPTER)
+    alone = ("megatron-to-hf", there, tmp_path / "c", "--merge")
+    refused(2, "without the weights", "mckpt adapter merge BASE", args=alone)
+    without = ("megatron-to-hf", tmp_path / "base", tmp_path / "c", "--merge")
+    refused(2, "has no adapters", args=without)
+
+
+def test_weights_beside_their_adapters(tmp_path: Path) -> None:
+    """As a trainer that wraps its modules saves them: the whole model under the names in memory."""
+    torch = ("--format", "torch")
+    good("hf-to-megatron", QWEN3, tmp_path / "base", *torch)
+    factors = ("--layout", "block", *torch)
+    good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "adapter", *factors)
+    own, other = (
+        Pt(tmp_path / f"{name}/release/mp_rank_00/model_optim_rng.pt")
+        for name in ("base", "adapter")
+    )
+    model = own.value["model"]
+    for key, record in other.value["model"].items():
+        view = safe_pickle.as_tensor(record)
+        assert view is not None
+        stem = key.partition(".adapter.")[0]
+        model[key] = own.put("bfloat16", view.shape, other.data[view.storage])
+        if f"{stem}.weight" in model:
+            model[f"{stem}.to_wrap.weight"] = model.pop(f"{stem}.weight")
+    own.save()
+    (tmp_path / "base/release/mckpt.json").unlink()
+    refused(2, "give --alpha", args=("megatron-to-hf", tmp_path / "base", tmp_path / "c"))
+    # the rank is 6, and the scale of the adapter 2
+    good("megatron-to-hf", tmp_path / "base", tmp_path / "whole", "--merge", "--alpha", 12)
+    good("adapter", "merge", QWEN3, ADAPTER, tmp_path / "merged")
+    good("diff", tmp_path / "merged", tmp_path / "whole")

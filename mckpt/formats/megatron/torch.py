@@ -23,6 +23,7 @@ from mckpt.containers.entries import Entry, Span, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
+from mckpt.formats import foreign
 from mckpt.formats.base import (
     Format,
     Names,
@@ -379,7 +380,8 @@ class Torch:
                 raise SourceError(
                     f"{path}: {name} holds {safe_pickle.short(value[name])}, not a state dict"
                 )
-            for key, record in _flat(value[name]):
+            for stored_key, record in _flat(value[name]):
+                key = foreign.without_adapter(stored_key)
                 view = safe_pickle.as_tensor(record)
                 if view is None and not key.endswith("_extra_state"):
                     raise SourceError(
