@@ -32,6 +32,7 @@ from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import collected, ranks_of, release
 from mckpt.live.resuming import Resumed, masters_in_fp32
+from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
@@ -146,7 +147,13 @@ def _load(
     if resumed is not None:
         model = model.with_optimizer()
     clock.ends("describe")
-    filling = own_result(lambda: plan(opened, model))
+
+    def planned() -> Filling:
+        found = plan(opened, model)
+        refuse_other_settings(memory.chunks, model, opened)
+        return found
+
+    filling = own_result(planned)
     release(model)
     if resumed is not None:
         gathered(resumed.prove)

@@ -33,6 +33,7 @@ from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.memory import Memory, Part
 from mckpt.live.optimizer import LiveOptimizer, Recorded, parts_of
+from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 
@@ -181,8 +182,14 @@ def describe(model_chunks: Sequence[Any], **described: Unpack[Described]) -> Che
     Raises one error on all ranks if a parameter has no name in the mapping, or if the parts of all
     ranks do not cover each whole tensor once.
     """
-    model = collected(own_result(lambda: Memory(model_chunks)), described)
-    own_result(lambda: join(model.layout, model.layout))
+    memory = own_result(lambda: Memory(model_chunks))
+    model = collected(memory, described)
+
+    def prove() -> None:
+        join(model.layout, model.layout)
+        refuse_other_settings(memory.chunks, model)
+
+    own_result(prove)
     return model
 
 

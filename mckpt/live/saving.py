@@ -30,6 +30,7 @@ from mckpt.execute.piecewise import Batches
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, ranks_of, release
 from mckpt.live.optimizer import LiveOptimizer, apart
+from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import REPLACED, discard
@@ -78,7 +79,7 @@ def save(
     if held is not None:
         gathered(lambda: _prove(memory, held))
     copy = own_result(lambda: _file(memory, model))
-    planned = own_result(lambda: _planned(model, dst, {"format": format, **options}))
+    planned = own_result(lambda: _planned(memory, model, dst, {"format": format, **options}))
     own_result(lambda: _copy(memory, copy))
     if background:
         pool = ThreadPoolExecutor(1, "mckpt-live")
@@ -113,8 +114,9 @@ def _prove(memory: Memory, optimizer: LiveOptimizer) -> None:
         )
 
 
-def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Plan:
+def _planned(memory: Memory, model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Plan:
     plan = api.plan(model, dst, **options)
+    refuse_other_settings(memory.chunks, model)
     if sparse_copy.of(plan.destination.root) is not None:
         raise UsageError(
             f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"

@@ -12,9 +12,10 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
-from mckpt.live.buckets import Bucket, Tensor, To, plan
+from mckpt.live.buckets import Bucket, Buckets, Tensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release
+from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import Moves, Steps, steps_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.quantisation import LARGEST
@@ -96,9 +97,13 @@ class Sync:
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
-        self._plan = own_result(
-            lambda: plan(model, target, most, to, slices, self.world, self.rank)
-        )
+
+        def planned() -> Buckets:
+            found = plan(model, target, most, to, slices, self.world, self.rank)
+            refuse_other_settings(self.memory.chunks, model)
+            return found
+
+        self._plan = own_result(planned)
         release(model)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.weights[0].tensor().device
@@ -116,9 +121,23 @@ class Sync:
         self._steps = [_with_room(steps, *room) for steps in self._steps]
 
     @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Returns the dtype and the shape of each tensor, in the order in which they come."""
+        import torch
+
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for tensor in (tensor for bucket in self._plan.listed for tensor in bucket.tensors):
+            dtype, shape = tensor.dtype, tensor.whole
+            if (scheme := self.scheme) is not None and tensor.quantised:
+                dtype, kind, grid = scheme.encoding.dtype, scheme.dtypes[0], scheme.grids(shape)[0]
+                found[tensor.name + scheme.scales] = getattr(torch, kind), grid
+            found[tensor.name] = getattr(torch, dtype), shape
+        return found
+
+    @property
     def names(self) -> list[str]:
         """Returns the names of the tensors, in the order in which they come."""
-        return list(dict.fromkeys(t.name for bucket in self._plan.listed for t in bucket.tensors))
+        return list(self.tensors)
 
     def __call__(self) -> Iterator[Any]:
         """Yields the name and the tensor of each tensor that this rank receives, or a `Slice`.
