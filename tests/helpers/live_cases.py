@@ -9,8 +9,9 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        there is one call only
        saves: [[destination, keywords of mckpt.live.save]]: with `background`, all weights are
        zeroed while it is written
-       engine: the ports of tests/helpers/sglang_server.py and of its group, to which
-       examples/live/sglang_weights.py sends the weights twice, doubled the second time
+       engines: {an engine in ENGINES: the ports of its stand-in, such as
+       tests/helpers/sglang_server.py, and of its group}: its example sends the weights twice,
+       doubled the second time
        trains: true fills a model in DistributedDataParallel, with a distributed optimizer, whose
        master copies must have the same bits too; only `loads` are run then
        resumes: options of mckpt.trainer.train: a model and its optimizer are filled from
@@ -79,8 +80,8 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
         assert saved.result()["files"]
         for name, value in load.weights(chunks):
             value.copy_(wanted[name])
-    if "engine" in case:
-        push(chunks, case["like"], *case["engine"])
+    for engine, ports in case.get("engines", {}).items():
+        push(chunks, case["like"], engine, *ports)
     return {"differs": differs, "exported": exported}
 
 
@@ -189,16 +190,27 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return on_any_rank(wrong)
 
 
-def push(chunks: list[Any], like: str, http: int, group: int) -> None:
-    """Runs examples/live/sglang_weights.py with a stand-in for SGLang."""
-    sys.path.insert(0, str(ROOT / "tests" / "helpers" / "fake_sglang"))
-    example = runpy.run_path(str(ROOT / "examples" / "live" / "sglang_weights.py"))
+# engine -> the file of its example in examples/live, the function there, the method of what that
+# returns, and its keywords
+ENGINES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "sglang": ("sglang_weights.py", "SglangServer", "update", {"backend": "gloo"}),
+    "vllm": ("vllm_weights.py", "vllm_engine", "send_weights", {}),
+}
+
+
+def push(chunks: list[Any], like: str, engine: str, http: int, group: int) -> None:
+    """Runs the example of an engine with a stand-in for it."""
+    file, function, method, keywords = ENGINES[engine]
+    sys.path[:0] = [str(ROOT / "tests" / "helpers" / name) for name in ("fake_sglang", "fake_vllm")]
+    example = runpy.run_path(str(ROOT / "examples" / "live" / file))
     url, place = f"http://127.0.0.1:{http}", {"address": "127.0.0.1", "port": group}
-    server = example["SglangServer"](chunks, like, url, **place, workers=1, backend="gloo")
-    server.update()
+    server = example[function](chunks, like, url, **place, workers=1, **keywords)
+    getattr(server, method)()
     for _, weight in load.weights(chunks):
         weight.mul_(2)
-    server.update()
+    getattr(server, method)()
+    for _, weight in load.weights(chunks):
+        weight.div_(2)
 
 
 # what the keyword `to` of Sync may be, by a name that JSON can have
@@ -311,6 +323,13 @@ def failing_read(chunks: list[Any]) -> None:
         loading.read = read
 
 
+def other_settings(chunks: list[Any]) -> None:
+    """Gives two settings of the model, on one rank, other values than those of the checkpoint."""
+    if dist.get_rank() == 1:
+        chunks[0].config.layernorm_epsilon = 3e-5
+        chunks[0].rotary_base = 77
+
+
 def lost_rank(chunks: list[Any]) -> None:
     """Lets one rank leave before the load."""
     if dist.get_rank() == 1:
@@ -319,7 +338,14 @@ def lost_rank(chunks: list[Any]) -> None:
 
 FAULTS = {
     f.__name__: f
-    for f in (extra_parameter, hidden_parameter, renamed_parameter, failing_read, lost_rank)
+    for f in (
+        extra_parameter,
+        hidden_parameter,
+        renamed_parameter,
+        other_settings,
+        failing_read,
+        lost_rank,
+    )
 }
 
 

@@ -37,10 +37,12 @@ SAVES: dict[str, dict[str, Any]] = {
     "dist": {},
     "torch": {"format": "torch", "tp": 2, "pp": 2, "background": True, "checksum": "sha256"},
 }
+ENGINES = ("sglang", "vllm")
 FAULTS = (
     "extra_parameter",
     "hidden_parameter",
     "renamed_parameter",
+    "other_settings",
     "failing_read",
     "lost_rank",
 )
@@ -109,8 +111,8 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
         add(f"trains-{case}", tiny_model(case), size, *loads, trains=True)
     # the last rank's rows of the vocabulary are padding: 131 tokens have 256 rows
     add("padding", tiny_model("llama"), {"tp": 4}, (tiny_model("llama"), {}))
-    engine = [launching.free_port(), launching.free_port()]
-    add("engine", tiny_model("qwen3-moe"), {"tp": 2, "pp": 2}, engine=engine)
+    engines = {name: [launching.free_port(), launching.free_port()] for name in ENGINES}
+    add("engines", tiny_model("qwen3-moe"), {"tp": 2, "pp": 2}, engines=engines)
     cases[-1]["like"] = str(tiny_model("qwen3-moe"))
     quantised = work / "quantised"
     mckpt.convert(tiny_model("qwen3"), quantised, format="hf", quantize="fp8")
@@ -120,23 +122,32 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
         add(fault, source, {"tp": 2, "pp": 2}, (source, {}), fault=fault, timeout=20)
     other = tiny_model("qwen2")
     add("other", tiny_model("qwen3"), {"tp": 2}, (other, {}), fault="failing_read")
-    server, received = ROOT / "tests" / "helpers" / "sglang_server.py", work / "received"
-    received.mkdir()
-    command = [sys.executable, str(server), str(engine[0]), str(received)]
-    with subprocess.Popen(command) as process:
-        try:
-            return judge(cases, WORLD, work / "live", timeout=900)
-        finally:
+    servers = []
+    for name, ports in engines.items():
+        server, received = (
+            ROOT / "tests" / "helpers" / f"{name}_server.py",
+            work / "received" / name,
+        )
+        received.mkdir(parents=True)
+        servers.append(
+            subprocess.Popen([sys.executable, str(server), str(ports[0]), str(received)])
+        )
+    try:
+        return judge(cases, WORLD, work / "live", timeout=900)
+    finally:
+        for process in servers:
             process.kill()
+            process.wait()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_receives_the_weights_of_each_step(
-    work: Path, tiny_model: TinyModel, filled: dict[str, dict[str, Any]]
+    engine: str, work: Path, tiny_model: TinyModel, filled: dict[str, dict[str, Any]]
 ) -> None:
-    assert filled["engine"]["ok"], explain(filled["engine"])
+    assert filled["engines"]["ok"], explain(filled["engines"])
     wanted = mckpt.open(work / "dist" / "qwen3-moe").hf_tensors()
     for step, factor in enumerate((1, 2)):
-        folder = work / "received" / str(step)
+        folder = work / "received" / engine / str(step)
         shutil.copy(tiny_model("qwen3-moe") / "config.json", folder)
         received = mckpt.open(folder).hf_tensors()
         assert received.keys() == wanted.keys()
@@ -230,6 +241,11 @@ def test_quantised_weights_and_padding_are_filled(
             "linear_proj.weight: sharded_state_dict() of the model names 0 of its",
         ),
         ("renamed_parameter", "self_attention.linear_out.weight [4, "),
+        (
+            "other_settings",
+            "norm_eps (layernorm_epsilon, norm_epsilon): 3e-05 in the live model, 0.009 in",
+        ),
+        ("other_settings", "rope_theta (rotary_base): 77.0 in the live model, 80000.0 in"),
         ("failing_read", "the disk of one rank is broken\nThis is the error of rank 1."),
         ("other", "q_layernorm.weight"),
     ],
