@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import UsageError
+from mckpt.live.together import call
 from mckpt.values.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Memory:
     def __init__(self, chunks: Sequence[Any]) -> None:
         """Raises UsageError for a weight whose class is not torch.Tensor, such as an fp8 weight."""
         self.chunks = [unwrapped(chunk) for chunk in chunks]
+        self._wrappers = [wrapper for chunk in chunks for wrapper in _wrappers(chunk)]
         self.weights: list[Weight] = []
         self._at: dict[int, int] = {}  # address of a weight -> its number
         end = 0
@@ -117,6 +119,14 @@ class Memory:
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of the weight that a parameter is; None if the model lacks it."""
         return self._at.get(tensor.data_ptr())
+
+    def complete(self) -> None:
+        """Completes the parameters of the last step. With overlap_param_gather each rank has only
+        its own part of them until the next forward pass. All ranks call it.
+        """
+        for wrapper in self._wrappers:
+            if getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False):
+                call(wrapper.start_param_sync, force_sync=True)
 
     def refresh(self) -> None:
         """Forgets where the weights were: `view` looks for them again."""
@@ -184,14 +194,20 @@ class Memory:
 
 def unwrapped(chunk: Any) -> Any:
     """Returns the model in wrappers such as DistributedDataParallel and Float16Module."""
-    while not hasattr(chunk, "config") or hasattr(chunk, "module"):
-        if not hasattr(chunk, "module"):
-            raise UsageError(
-                f"{type(chunk).__name__}: is not a model of Megatron-Core; give the list of chunks"
-                " that get_model() returns"
-            )
-        chunk = chunk.module
-    return chunk
+    *_, last = _wrappers(chunk)
+    if not hasattr(last, "config"):
+        raise UsageError(
+            f"{type(last).__name__}: is not a model of Megatron-Core; give the list of chunks that"
+            " get_model() returns"
+        )
+    return last
+
+
+def _wrappers(chunk: Any) -> Iterator[Any]:
+    """Yields a chunk, and what it wraps, down to the model."""
+    yield chunk
+    if hasattr(chunk, "module"):
+        yield from _wrappers(chunk.module)
 
 
 def _shards(chunks: Sequence[Any]) -> Iterator[Any]:

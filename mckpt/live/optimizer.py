@@ -208,11 +208,13 @@ def parts_of(
     by_weight: dict[int, list[Part]] = {}
     for part in weights:
         by_weight.setdefault(memory.number(part.at), []).append(part)
-    parts, strange = [], 0
+    parts = []
     for state in optimizer.states(to_save):
         if (number := memory.number_of(state.parameter)) is None:
-            strange += 1
-            continue
+            raise UsageError(
+                "the optimizer has the state of parameters that the model chunks do not have; give"
+                " the optimizer of this model, and all chunks of the model"
+            )
         weight = memory.weights[number]
         place = memory.add(f"{weight.name}@{state.name}", state, weight.expert)
         dtype = str(state.tensor.dtype).removeprefix("torch.")
@@ -224,11 +226,6 @@ def parts_of(
                 (offset, sizes), at = piece.box, place + piece.start * size
                 strides = _strides(sizes, piece.strides)
                 parts.append(Part(key + part.key, dtype, part.whole, offset, sizes, strides, at))
-    if strange:
-        raise UsageError(
-            f"the optimizer has {strange:,} tensors of state for parameters that the model chunks"
-            " do not have; give the optimizer of this model, and all chunks of the model"
-        )
     return parts
 
 

@@ -70,6 +70,7 @@ def save(
         max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
     )
     memory = own_result(lambda: Memory(model_chunks))
+    memory.complete()
     held = None
     if optimizer is not None:
         held = own_result(lambda: LiveOptimizer(optimizer, scheduler))
@@ -77,7 +78,7 @@ def save(
     described = cast(Described, {name: options.pop(name) for name in names})
     model = collected(memory, described, optimizer=held)
     if held is not None:
-        gathered(lambda: _prove(memory, held))
+        refuse_changed(gathered(lambda: apart(memory, held)))
     copy = own_result(lambda: _file(memory, model))
     planned = own_result(lambda: _planned(memory, model, dst, {"format": format, **options}))
     own_result(lambda: _copy(memory, copy))
@@ -103,14 +104,17 @@ def _group() -> Any:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def _prove(memory: Memory, optimizer: LiveOptimizer) -> None:
-    """Raises UsageError if weights of this rank are not the rounded master copies."""
-    if found := apart(memory, optimizer):
+def refuse_changed(found: Sequence[Sequence[str]]) -> None:
+    """Raises UsageError if parameters of a rank are not the rounded master copies.
+
+    found: their names, for each rank.
+    """
+    if changed := sorted({name for names in found for name in names}):
         raise UsageError.of(
-            "the master copies of the optimizer, when rounded, are not the parameters of the model,"
-            " which were changed after the last step; call optimizer.reload_model_params(), or save"
+            "parameters of the model are not the master copies of the optimizer, when rounded, so"
+            " they were changed after its last step; call optimizer.reload_model_params(), or save"
             " without `optimizer`:",
-            found,
+            changed,
         )
 
 

@@ -148,6 +148,7 @@ class Sync:
         Raises one error on all ranks at the end if a value was infinite in `dtype`, or could not be
         quantised.
         """
+        self.memory.complete()
         self.memory.refresh()
         self._bad: list[tuple[str, torch.Tensor]] = []  # what was infinite: name, and a flag
         sent: list[_Sent] = []

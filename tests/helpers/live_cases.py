@@ -24,16 +24,19 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
+       overlap: the parameters of a step are gathered at the next forward pass only
        -> differs: {before, after, again: names of what differs} of `resumes`
        -> errors: of the first load, one for each rank; "" for a rank that has none
 """
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ from safetensors.torch import load_file
 import mckpt
 from mckpt import live
 from mckpt.errors import MckptError, SourceError
-from mckpt.live import loading
+from mckpt.live import loading, memory
 from mckpt.trainer import cpu, load, train
 from mckpt.values.sizes import parse_size
 
@@ -120,7 +123,9 @@ def run_resumed(case: dict[str, Any], args: Any) -> dict[str, Any]:
         mckpt.convert(case["checkpoint"], case["theirs"], **case["reshard"])
     dist.barrier()
     with cpu.as_cuda():
-        mine, theirs = train.set_up(args, options), train.set_up(args, options)
+        theirs = train.set_up(args, options)
+        with overlapping() if case.get("overlap") else nullcontext():
+            mine = train.set_up(args, options)
         if "refused" in case:
             optimizer = theirs[1] if case["refused"] == "other" else mine[1]
             if case["refused"] == "settings":
@@ -146,11 +151,28 @@ def run_resumed(case: dict[str, Any], args: Any) -> dict[str, Any]:
         differs = {"before": differences(bits_of(*mine), wanted)}
         for run in (mine, theirs):
             train.train_step(3, *run, args, data)
+        if case.get("overlap"):
+            assert differences(bits_of(*mine), bits_of(*theirs)), "all ranks have all parameters"
+            memory.Memory(mine[0]).complete()
         differs["after"] = differences(bits_of(*mine), bits_of(*theirs))
         assert differences(bits_of(*mine), wanted), "the step has changed nothing"
         fill()
         differs["again"] = differences(bits_of(*mine), wanted)
     return {"differs": differs, "states": len(wanted)}
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Lets DistributedDataParallel gather the parameters of a step at the next forward pass."""
+    from megatron.core import distributed
+
+    kept = distributed.DistributedDataParallelConfig
+    overlapped = functools.partial(kept, overlap_param_gather=True)
+    distributed.DistributedDataParallelConfig = overlapped
+    try:
+        yield
+    finally:
+        distributed.DistributedDataParallelConfig = kept
 
 
 def refusals(chunks: list[Any], source: str, optimizer: Any) -> list[str]:

@@ -24,8 +24,9 @@ from mckpt.geometry.box import row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.live import buckets, loading
 from mckpt.live import model as live_model
-from mckpt.live.memory import Part
+from mckpt.live.memory import Part, Weight
 from mckpt.live.model import OpenedModel, Ranks
+from mckpt.live.optimizer import State, parts_of
 from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 
@@ -119,6 +120,29 @@ def test_ranks_must_hold_parts_of_one_model(dist_dir: Path, tmp_path: Path) -> N
     held[1][0] = held[1][0]._replace(dtype="float32")
     with pytest.raises(SourceError, match="the ranks do not hold parts of one model"):
         Ranks(tmp_path, held, None)
+
+
+def test_a_range_of_a_parameter_is_a_few_boxes_of_its_state() -> None:
+    """Elements 2 to 9 of layer 1, which is [3, 4]: . . a b | c c c c | d . . ."""
+    weight = Weight("weight", None, "", at=256, nbytes=24, expert=False, parameter=True)
+    part = Part("weight", "bfloat16", (2, 3, 4), (1, 0, 0), (1, 3, 4), (1, 4, 1), at=256)
+    state = State("exp_avg", parameter=None, low=2, tensor=None)  # type: ignore[arg-type]
+    state = state._replace(tensor=SimpleNamespace(dtype="torch.float32", numel=lambda: 7))
+    optimizer: Any = SimpleNamespace(states=lambda to_save: [state], distributed=True)
+    memory: Any = SimpleNamespace(weights=[weight], number=lambda place: 0)
+    memory.number_of, memory.add = lambda parameter: 0, lambda name, state, expert: 1024
+    found = parts_of(memory, optimizer, [part], to_save=False)
+    assert {(p.key, p.dtype, p.whole) for p in found} == {
+        ("optimizer.state.exp_avg.weight", "float32", (2, 3, 4))
+    }
+    assert [(p.offset, p.sizes, p.at) for p in found] == [
+        ((1, 0, 2), (1, 1, 2), 1024),
+        ((1, 1, 0), (1, 1, 4), 1032),
+        ((1, 2, 0), (1, 1, 1), 1048),
+    ]
+    memory.number_of = lambda parameter: None
+    with pytest.raises(UsageError, match="the optimizer of this model, and all chunks"):
+        parts_of(memory, optimizer, [part], to_save=False)
 
 
 def test_a_released_model_leaves_no_state_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
