@@ -95,7 +95,7 @@ def test_a_source_with_the_same_content_is_done(
     work: Path, kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, *options = (
-        ("hf-to-megatron", "--tp", 2) if kind == "hf" else ("megatron-to-hf", "--quantize", "fp8")
+        ("hf-to-megatron", "--tp", 2) if kind == "hf" else ("megatron-to-hf", "--quantize", "nvfp4")
     )
     good(command, work / kind, work / "out", *options)
     before = {name: data for name, data in tree(work / "out").items() if "mckpt.json" not in name}

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt.conversion import to_store
+from mckpt.execute.engine import execute
 from mckpt.geometry.parallel import Parallel
 from mckpt.values.quantisation import encode
 from tests.formats.test_quantised_exports import arrays_of
@@ -225,6 +227,22 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert (last[-1].nbytes, last[-1].files) == (last[-1].total_bytes, last[-1].total_files)
     config = json.loads((source / "config.json").read_text())
     equal(arrays_of(tmp_path / "out"), nvfp4(tiny.tensors(config)))
+
+
+def test_groups_of_files_are_written_apart(tmp_path: Path) -> None:
+    """As for an object store. The files of weights with one overall scale are in one group."""
+    held, _ = exported("one file", "nvfp4", tmp_path)
+    options: dict[str, Any] = {"format": "hf", "quantize": "nvfp4", "max_shard_size": 9_000}
+    plan = mckpt.plan(tmp_path / "ckpt", tmp_path / "small", **options)
+    found: Arrays = {}
+    made = to_store.groups(plan.outputs, plan.joined, None, 1)
+    assert 5 < len(made) < len(plan.outputs)
+    for i, group in enumerate(made):
+        outputs, copies, grids = to_store.part(plan.outputs, plan.joined, group)
+        sources, folder = plan.source.layout.files, tmp_path / str(i)
+        execute(copies, plan.joined.casts, sources, outputs, folder, threads=2, grids=grids)
+        found |= arrays_of(folder)
+    equal(found, nvfp4(held))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("float8_e4m3fn", E4M3), ("nvfp4", E2M1)])
