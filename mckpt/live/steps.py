@@ -12,13 +12,16 @@ one copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.geometry.box import row_major
 from mckpt.geometry.join import Cast
-from mckpt.live.buckets import ALIGN, OWN, Bucket, Tensor
+from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, Tensor
 from mckpt.values.dtypes import itemsize
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Move(NamedTuple):
@@ -34,22 +37,31 @@ class Move(NamedTuple):
     dst_strides: tuple[int, ...]
 
 
+class Run(NamedTuple):
+    """Views of one shape at even distances in one memory, which torch makes at once: for thousands
+    of experts, one call for each would take longer than sending them.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int  # element of the first view
+    step: int  # elements from one view to the next
+    numbers: list[int]  # of the views
+
+    def views(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns the views of elements of `memory`."""
+        shape, strides = (len(self.numbers), *self.shape), (self.step, *self.strides)
+        return memory.as_strided(shape, strides, self.start).unbind(0)
+
+
 class Moves(NamedTuple):
     """Copies of one cast."""
 
     cast: Cast
     several: bool  # they may be done at once; otherwise values change, or must be looked at
     listed: list[Move]
-
-
-class View(NamedTuple):
-    """The elements of a tensor in the memory that is made, or in the buffer of its bucket."""
-
-    made: bool
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int  # element
+    sources: list[Run]  # of the copies, if they read a buffer
+    targets: list[Run]
 
 
 class Steps(NamedTuple):
@@ -60,7 +72,9 @@ class Steps(NamedTuple):
     send: list[Moves]
     own: list[Moves]
     receive: list[Moves]
-    views: list[View]  # of each tensor, none on a rank that does not receive the bucket
+    # the tensors in the memory that is made (True) or in the buffer, of each dtype; none on a rank
+    # that does not receive the bucket
+    tensors: dict[tuple[bool, str], list[Run]]
 
     @property
     def memory(self) -> int:
@@ -89,15 +103,15 @@ def steps_of(
     parts: list[list[_Copy]] = [[] for _ in bucket.tensors]
     for copy in copies if receives else ():
         parts[copy.number].append(copy)
-    views: list[View] = []
+    # of each tensor: whether it is made, and its first element there
+    places: list[tuple[bool, int]] = []
     made = 0
     for tensor, of_tensor in zip(bucket.tensors, parts, strict=True):
         if receives:
             at = _in_one(of_tensor, tensor, casts)
             nbytes = math.prod(tensor.shape) * itemsize(tensor.dtype)
             place = (made if at is None else at) // itemsize(tensor.dtype)
-            shape = tensor.shape
-            views.append(View(at is None, tensor.dtype, shape, row_major(shape), place))
+            places.append((at is None, place))
             made += -(-nbytes // ALIGN) * ALIGN if at is None else 0
     send, own, receive = (_Lists(special) for _ in range(3))
     for copy in copies:
@@ -111,9 +125,9 @@ def steps_of(
         if copy.rank == rank:
             start = at - (0 if receives else first // width)
             send.add(cast, Move(copy.number, shape, copy.src_at, src_strides, start, dense), weight)
-        if receives and views[copy.number].made:
+        if receives and places[copy.number][0]:
             tensor = bucket.tensors[copy.number]
-            start = views[copy.number].start + (copy.dst_at - tensor.byte) // width
+            start = places[copy.number][1] + (copy.dst_at - tensor.byte) // width
             strides = copy.dst_pitch // width, copy.dst_step // width
             if copy.rank == OWN:
                 move = Move(copy.number, shape, copy.src_at, src_strides, start, strides)
@@ -122,7 +136,56 @@ def steps_of(
                 move = Move(copy.number, shape, at, dense, start, strides)
                 receive.add(Cast(cast.target, cast.target), move, None)
     buffer = bucket.nbytes if receives else size
-    return Steps(buffer, made, send.moves(), own.moves(), receive.moves(), views)
+    tensors: dict[tuple[bool, str], list[View]] = {}
+    for number, (is_made, start) in enumerate(places):
+        tensor = bucket.tensors[number]
+        view = number, tensor.shape, row_major(tensor.shape), start
+        tensors.setdefault((is_made, tensor.dtype), []).append(view)
+    return Steps(
+        buffer,
+        made,
+        send.moves(),
+        own.moves(),
+        receive.moves(from_buffer=True),
+        {memory: runs(views) for memory, views in tensors.items()},
+    )
+
+
+def even_rooms(steps: list[Steps], most: int) -> list[Steps]:
+    """Returns the steps with memory of one size for most buckets, which torch's allocator can give
+    again and again. Two of these buckets, and the tensors that are made of the first, need at most
+    twice `most` bytes.
+    """
+    limit = int(UNEVEN * most / 2)
+    small = [s for s in steps if max(s.buffer, s.made) <= limit]
+    buffer = max((s.buffer for s in small), default=0)
+    made = max((s.made for s in small), default=0)
+    return [
+        s._replace(buffer=s.buffer and buffer, made=s.made and made)
+        if max(s.buffer, s.made) <= limit
+        else s
+        for s in steps
+    ]
+
+
+# number, shape, strides, first element
+View = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+def runs(views: Iterable[View]) -> list[Run]:
+    """Returns the runs that have these views."""
+    found: dict[tuple[Any, ...], list[Run]] = {}
+    for number, shape, strides, start in views:
+        listed = found.setdefault((shape, strides), [])
+        if listed:
+            last = listed[-1]
+            count = len(last.numbers)
+            step = start - last.start if count == 1 else last.step
+            if step >= 0 and start == last.start + count * step:
+                listed[-1] = last._replace(step=step, numbers=[*last.numbers, number])
+                continue
+        listed.append(Run(shape, strides, start, 0, [number]))
+    return [run for listed in found.values() for run in listed]
 
 
 class _Copy(NamedTuple):
@@ -194,10 +257,12 @@ class _Lists:
         listed.append(Move(move.tensor, (count,), move.src, (1,), move.dst, (1,)))
         self.last = cast, weight
 
-    def moves(self) -> list[Moves]:
+    def moves(self, from_buffer: bool = False) -> list[Moves]:
         """Returns the copies. Those without gaps are apart, because one kernel can do them all."""
-        return [
-            Moves(cast, not special, listed)
-            for (cast, _, special), listed in self.found.items()
-            if listed
-        ]
+        found = []
+        for (cast, _, special), listed in self.found.items():
+            sources = [(i, m.shape, m.src_strides, m.src) for i, m in enumerate(listed)]
+            targets = [(i, m.shape, m.dst_strides, m.dst) for i, m in enumerate(listed)]
+            of_sources = runs(sources) if from_buffer else []
+            found.append(Moves(cast, not special, listed, of_sources, runs(targets)))
+        return found

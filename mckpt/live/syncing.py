@@ -16,7 +16,7 @@ from mckpt.live.buckets import Bucket, Buckets, Tensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release
 from mckpt.live.settings import refuse_other_settings
-from mckpt.live.steps import Moves, Steps, steps_of
+from mckpt.live.steps import Moves, Run, Steps, even_rooms, steps_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.quantisation import LARGEST
 from mckpt.values.sizes import parse_size
@@ -115,10 +115,7 @@ class Sync:
             steps_of(bucket, casts, self.rank, weight_of, self._is_special)
             for bucket in self._plan.listed
         ]
-        # memory of one size for most buckets, which torch's allocator can give again and again
-        small = [s for s in self._steps if s.buffer + s.made <= self._plan.most]
-        room = max((s.buffer for s in small), default=0), max((s.made for s in small), default=0)
-        self._steps = [_with_room(steps, *room) for steps in self._steps]
+        self._steps = even_rooms(self._steps, self._plan.most)
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -239,15 +236,13 @@ class Sync:
         """Does copies into `target`, from the memory `source` or else from the weights."""
         import torch
 
-        for cast, several, moves in listed:
-            into = target.view(getattr(torch, cast.target))
-            wanted = [into.as_strided(m.shape, m.dst_strides, m.dst) for m in moves]
+        for cast, several, moves, sources, targets in listed:
+            wanted = _views(target.view(getattr(torch, cast.target)), targets)
             if source is None:
                 view = self.memory.view
                 given = [view(m.src, cast.source, m.shape, m.src_strides) for m in moves]
             else:
-                out_of = source.view(getattr(torch, cast.source))
-                given = [out_of.as_strided(m.shape, m.src_strides, m.src) for m in moves]
+                given = _views(source.view(getattr(torch, cast.source)), sources)
             if several:
                 torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
@@ -279,12 +274,12 @@ class Sync:
         made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
         self._copy(steps.own, bucket, made)
         self._copy(steps.receive, bucket, made, sent.buffer)
-        memory = {True: made, False: sent.buffer}
-        typed = {
-            (is_made, dtype): memory[is_made].view(getattr(torch, dtype))
-            for is_made, dtype in {(view.made, view.dtype) for view in steps.views}
-        }
-        return [typed[v.made, v.dtype].as_strided(v.shape, v.strides, v.start) for v in steps.views]
+        tensors: dict[int, torch.Tensor] = {}
+        for (is_made, dtype), listed in steps.tensors.items():
+            memory = (made if is_made else sent.buffer).view(getattr(torch, dtype))
+            for run in listed:
+                tensors.update(zip(run.numbers, run.views(memory), strict=True))
+        return [tensors[number] for number in range(len(tensors))]
 
     def _forms(
         self, tensor: Tensor, whole: torch.Tensor
@@ -318,11 +313,14 @@ class _Sent(NamedTuple):
     works: list[Any]  # of torch.distributed
 
 
-def _with_room(steps: Steps, buffer: int, made: int) -> Steps:
-    """Returns steps with memory of these sizes, unless they need more, or none."""
-    if steps.buffer > buffer or steps.made > made:
-        return steps
-    return steps._replace(buffer=steps.buffer and buffer, made=steps.made and made)
+def _views(memory: torch.Tensor, listed: list[Run]) -> list[torch.Tensor]:
+    """Returns the views of all runs in the order of their numbers."""
+    if len(listed) == 1:
+        return list(listed[0].views(memory))
+    found: dict[int, torch.Tensor] = {}
+    for run in listed:
+        found.update(zip(run.numbers, run.views(memory), strict=True))
+    return [found[number] for number in range(len(found))]
 
 
 def _shifted(view: torch.Tensor, cast: Cast) -> torch.Tensor:

@@ -4,6 +4,7 @@ without Megatron-Core. tests/judge/test_live.py runs models.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from mckpt.live import model as live_model
 from mckpt.live.memory import Part, Weight
 from mckpt.live.model import OpenedModel, Ranks
 from mckpt.live.optimizer import State, parts_of
+from mckpt.live.steps import Steps, View, even_rooms, runs
 from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 
@@ -184,3 +186,38 @@ def test_a_part_that_all_receivers_hold_is_not_sent(
         assert np.array_equal(first.copies["src_at"][own] + moved, second.copies["src_at"][own])
         for at in first.copies["src_at"][own].tolist():
             assert any(part.at <= at < part.at + part.nbytes for part in same)
+
+
+def test_views_at_even_distances_are_one_run() -> None:
+    shape, strides = (2, 3), (3, 1)
+    starts = [0, 10, 20, 5, 15, 40]
+    views: list[View] = [(i, shape, strides, start) for i, start in enumerate(starts)]
+    views.insert(2, (6, (4,), (1,), 7))
+    found = runs(views)
+    memory = np.arange(64)
+    places = {}
+    for run in found:
+        for i, number in enumerate(run.numbers):
+            at = run.start + i * run.step
+            size = memory.itemsize
+            places[number] = np.lib.stride_tricks.as_strided(
+                memory[at:], run.shape, [stride * size for stride in run.strides]
+            ).tolist()
+    assert len(found) == 4
+    assert places[6] == [7, 8, 9, 10]
+    wanted = {i: [[s, s + 1, s + 2], [s + 3, s + 4, s + 5]] for i, s in enumerate(starts)}
+    assert {number: place for number, place in places.items() if number != 6} == wanted
+
+
+def test_two_buckets_fit_although_one_tensor_fills_a_bucket() -> None:
+    """The embedding lies in its buffer as a whole and needs no other memory. It must not give the
+    other buckets a buffer of its size: a second one could not be on its way beside them.
+    """
+    most = 1000
+    embedding = Steps(990, 0, [], [], [], {})
+    layers = [Steps(500 - i, 400 + i, [], [], [], {}) for i in range(5)]
+    found = even_rooms([embedding, *layers, embedding], most)
+    assert found[0] == embedding and found[-1] == embedding
+    assert {(s.buffer, s.made) for s in found[1:-1]} == {(500, 404)}
+    for before, after in itertools.pairwise(found[1:-1]):
+        assert before.memory + after.buffer <= 2 * most
