@@ -475,8 +475,8 @@ def _inexact(
         # The trainer of the source computed the model: only what the target's does not is lost.
         own = described.warnings({**described.given, **dims, **program})
         stock = {name: why for name, why in stock.items() if name not in own}
-        carried = (source.opened.root / RUN_CONFIG).exists() and formats.get(target.format)
-        bridge = target.run_config or (carried and carried.global_keys)
+        carried = (source.opened.root / RUN_CONFIG).exists()
+        bridge = target.run_config or (carried and formats.get(target.format).global_keys)
         accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
         inexact = refuse_inexact(accepted if bridge else stock, target, "Megatron")
         return {**source.files.inexact, **inexact}, _bridged(dialect, stock, inexact)
