@@ -25,6 +25,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
+from mckpt import mapping
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
@@ -139,6 +140,8 @@ DIFFERS: dict[str, tuple[str, str]] = {
 LOADED = {
     "deepseek-v3": Parallel(tp=2, pp=2, ep=2),
     "exaone4": Parallel(tp=2, pp=2),
+    "falcon_h1": Parallel(tp=2),
+    "falcon_h1_plain": Parallel(pp=2),
     "gemma": Parallel(tp=2),
     "gemma2": Parallel(tp=2),
     "gemma3": Parallel(tp=2),
@@ -322,7 +325,9 @@ def dialect_of(keys: Iterable[str]) -> str:
 
 
 def dialect_for(case: str, keys: Iterable[str]) -> str:
-    return "bridge" if case in made_models.BRIDGE_MODELS else dialect_of(keys)
+    if case not in made_models.BRIDGE_MODELS:
+        return dialect_of(keys)
+    return mapping.load("hf", mapping.family_with(architecture(case))).dialect
 
 
 def config(case: str) -> dict[str, Any]:
