@@ -143,7 +143,8 @@ def _load(
     clock: _Clock,
 ) -> None:
     """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
-    model = collected(memory, own=True, optimizer=resumed and resumed.optimizer)
+    optimizer = None if resumed is None else resumed.optimizer
+    model = collected(memory, own=True, optimizer=optimizer)
     if resumed is not None:
         model = model.with_optimizer()
     clock.ends("describe")

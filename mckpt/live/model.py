@@ -130,12 +130,9 @@ class OpenedModel(torch_dist.TorchDist):
             fields["args"] = safe_pickle.namespace(**args)
         if self.state is not None:
             fields |= {"optimizer": self.state.common(), **self.state.schedule}
-        # a cached property that reads files
-        self.__dict__["common"] = Common(fields, "the live model")
-
-    @property
-    def _common(self) -> tuple[dict[str, Any], Any, str]:
-        return self.common.fields, {}, self.common.where
+        common = Common(fields, "the live model")
+        # cached properties that read files
+        self.__dict__.update(common=common, _common=(fields, {}, common.where))
 
     def parallel(self) -> Parallel:
         """Returns the sizes of the args, which describe uneven pipelines too; else the running
@@ -145,8 +142,9 @@ class OpenedModel(torch_dist.TorchDist):
 
     def optimizer(self, names: Names) -> Optimizer | None:
         """Returns the state of the live optimizer; None if it is not among the parts."""
-        found = super().optimizer(names) if self.state else None
-        return found and found._replace(scalers=self.state.scalers)
+        if self.state is None or (found := super().optimizer(names)) is None:
+            return None
+        return found._replace(scalers=self.state.scalers)
 
     def layout(self, names: Names) -> Layout:
         """Returns the logical box that each part holds. Raises SourceError with every parameter

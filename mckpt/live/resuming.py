@@ -46,6 +46,7 @@ class Resumed(AbstractContextManager["Resumed"]):
         self.source, self.optimizer = source, LiveOptimizer(optimizer)
         self.groups = self.optimizer.matched(state.groups, str(source.path))
         self.scalers, self.scheduler, self.schedule = state.scalers, scheduler, found[:1]
+        self.empty: list[Any] = []  # the optimizers that had no state
 
     def allocate(self) -> None:
         """Allocates the state, if the optimizer has made no step yet."""
@@ -53,7 +54,7 @@ class Resumed(AbstractContextManager["Resumed"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
-            for link in getattr(self, "empty", ()):
+            for link in self.empty:
                 link.optimizer.state.clear()
 
     def prove(self) -> None:

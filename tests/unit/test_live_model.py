@@ -128,8 +128,9 @@ def test_a_range_of_a_parameter_is_a_few_boxes_of_its_state() -> None:
     """Elements 2 to 9 of layer 1, which is [3, 4]: . . a b | c c c c | d . . ."""
     weight = Weight("weight", None, "", at=256, nbytes=24, expert=False, parameter=True)
     part = Part("weight", "bfloat16", (2, 3, 4), (1, 0, 0), (1, 3, 4), (1, 4, 1), at=256)
-    state = State("exp_avg", parameter=None, low=2, tensor=None)  # type: ignore[arg-type]
-    state = state._replace(tensor=SimpleNamespace(dtype="torch.float32", numel=lambda: 7))
+    parameter: Any = None
+    tensor: Any = SimpleNamespace(dtype="torch.float32", numel=lambda: 7)
+    state = State("exp_avg", parameter, 2, tensor)
     optimizer: Any = SimpleNamespace(states=lambda to_save: [state], distributed=True)
     memory: Any = SimpleNamespace(weights=[weight], number=lambda place: 0)
     memory.number_of, memory.add = lambda parameter: 0, lambda name, state, expert: 1024
