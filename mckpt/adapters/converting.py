@@ -298,6 +298,24 @@ def _alpha(files: CheckpointFiles) -> float:
     )
 
 
+def show(source: AdapterCheckpoint, names: AdapterNames) -> dict[str, Any]:
+    """Returns what `mckpt adapter inspect` prints of the adapters of a Megatron checkpoint."""
+    modules: dict[str, list[str]] = {}
+    for weight, layer, expert in sorted(factors.weights_in(source.layout)):
+        modules.setdefault(weight, []).append(weight.format(layer=layer, expert=expert))
+    stored = [s for s in source.layout.stored if s.pieces]
+    return {
+        "path": str(source.path),
+        "kind": "CanonicalLoRA" if names.canonical else "LoRA",
+        "rank": names.rank,
+        "alpha": source.scale * names.rank,
+        "dtype": sorted({s.dtype for s in stored}),
+        "weights": {weight: len(there) for weight, there in modules.items()},
+        "parallel": str(names.parallel),
+        "base": source.base is not None,
+    }
+
+
 # --------------------------------------------------------------------------------- to Megatron
 
 

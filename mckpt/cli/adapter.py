@@ -12,7 +12,7 @@ import click
 from mckpt import formats
 from mckpt.cli import convert, shared
 from mckpt.cli.commands import Commands
-from mckpt.cli.options import DIRECTORY, PATH, Options, command, json_option
+from mckpt.cli.options import PATH, Options, command, json_option
 from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
 
@@ -87,12 +87,33 @@ def _write_merged(
 
 
 @command()
-@click.argument("path", type=DIRECTORY)
+@click.argument("path", type=PATH)
+@shared.like_option
+@shared.vocab_size_option
+@shared.alpha_option
+@shared.iteration_option
+@shared.family_options
 @json_option
-def inspect(path: Path, as_json: bool) -> None:
-    """Print what an adapter of PEFT contains."""
-    from mckpt.adapters import peft
+def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> None:
+    """Print what an adapter of PEFT, or those of a Megatron checkpoint, consist of."""
+    from mckpt.adapters import converting, peft
+    from mckpt.formats import places
 
+    place = places.local(path)
+    if place.is_dir() and not peft.is_adapter(place):
+        source, names = converting.of_megatron(place, shared.source_options(options), alpha)
+        shown = converting.show(source, names)
+        if as_json:
+            echo(json.dumps(shown))
+            return
+        beside = "beside the weights of the base" if shown["base"] else "without the base"
+        echo(
+            f"{path}: {shown['kind']} of Megatron-Bridge, {beside}; rank {shown['rank']}, alpha"
+            f" {shown['alpha']:g}, {', '.join(shown['dtype'])}, {shown['parallel']}"
+        )
+        for weight, count in shown["weights"].items():
+            echo(f"  {count:>5}  {weight}")
+        return
     found = peft.open_adapter(path)
     shown = found.show()
     if as_json:

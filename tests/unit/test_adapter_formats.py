@@ -42,6 +42,9 @@ def test_an_adapter_of_megatron_bridge(
     assert found == json.loads((place / "exported.json").read_text())
     config = json.loads((peft / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
+    shown = good("adapter", "inspect", place / "bridge", "--like", place / "hf", "--json").json
+    assert (shown["rank"], shown["alpha"], shown["base"]) == (4, 8, False)
+    assert (shown["kind"] == "CanonicalLoRA") == (layout == "canonical")
     same = ("adapter", "reshard", place / "bridge", tmp_path / "there", "--like", place / "hf")
     for number, sizes in enumerate(SIZES):
         format = ("torch_dist", "torch")[number % 2]
