@@ -177,13 +177,13 @@ def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
 def scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Returns alpha / r of a module: the first pattern that matches gives its alpha."""
     alpha = config["lora_alpha"]
-    if f"{module}.weight" in config.get("target_parameters", ()):
+    if f"{module}.weight" in (config.get("target_parameters") or ()):
         module = f"{module}.weight"
-    for pattern, value in config["alpha_pattern"].items():
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
-    return float(alpha / (math.sqrt(rank) if config["use_rslora"] else rank))
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _weight(result: Arrays, module: str) -> tuple[np.ndarray, Any]:

@@ -1,0 +1,215 @@
+"""Megatron-Bridge as a judge of adapters, on one or more ranks.
+
+    WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=20000 \\
+        MEGATRON_BRIDGE_PYTHON tests/helpers/bridge_adapters.py cases.json out_dir
+
+It runs in the environment of bridge.py. cases.json is a list of dicts with these entries; the
+results stand behind the arrow:
+
+    name     of the case
+    source   Hugging Face directory of the base
+    sizes    {"tp": 2, "pp": 1, "ep": 1}; its ranks must be all ranks of the run
+    export   a directory of PEFT, which Megatron-Bridge writes from the adapter in the model
+    tokens   [[...]], optional -> NAME.npy: fp32 logits of Megatron-Core with the adapter, at pp 1
+    save     a directory: the adapter gets random values, and Megatron-Bridge saves it there
+    kind     with `save`: "lora", "canonical" or "dora"
+    options  with `save`: the arguments of its class in Megatron-Bridge
+    load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it
+
+out_dir/NAME.json: ok, error {"0": traceback of the first rank}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks import peers
+from mckpt.trainer import cpu, forked, local_modules
+from tests.helpers import bridge
+
+
+def prepare() -> None:
+    """Imports Megatron-Bridge, before the ranks are forked."""
+    sys.meta_path.append(peers.StandIns())
+    peers.without_gpu()
+    bridge.without_kernels()
+    cpu.install()
+    from megatron.core.ssm import gated_delta_net
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(gated_delta_net.__name__) and hasattr(module, "l2norm"):
+            module.l2norm = local_modules.l2norm
+    torch.compiler.set_stance("force_eager")  # a CPU needs a C++ compiler for compiled functions
+    import megatron.bridge
+    import megatron.bridge.peft.canonical_lora
+    import megatron.bridge.peft.dora
+    import megatron.bridge.peft.lora  # noqa: F401
+
+
+def run() -> None:
+    """Runs all cases on one rank."""
+    from megatron.core import parallel_state
+
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    for case in cases:
+        sizes = {"tp": 1, "pp": 1, "ep": 1, **case["sizes"]}
+        parallel_state.initialize_model_parallel(
+            sizes["tp"],
+            sizes["pp"],
+            expert_model_parallel_size=sizes["ep"],
+            expert_tensor_parallel_size=1,
+        )
+        result: dict[str, Any] = {"name": case["name"], "ok": True}
+        try:
+            judge(case, sizes, out)
+        except Exception:
+            result |= {"ok": False, "error": {str(dist.get_rank()): traceback.format_exc()}}
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        if dist.get_rank() == 0:
+            worst = next((found for found in results if not found["ok"]), result)
+            (out / f"{case['name']}.json").write_text(json.dumps(worst))
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+
+
+def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
+    """Saves or loads the adapter of one case and exports it."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
+    from megatron.bridge.training.utils.checkpoint_utils import read_run_config
+    from megatron.bridge.utils.instantiate_utils import instantiate
+
+    base = AutoBridge.from_hf_pretrained(Path(case["source"]), torch_dtype=torch.float32)
+    provider = base.to_megatron_provider()
+    provider.params_dtype = provider.pipeline_dtype = torch.float32
+    provider.bf16 = provider.fp16 = False
+    provider.moe_token_dispatcher_type = "alltoall"
+    provider.deterministic_mode = True
+    provider.should_pad_vocab = sizes["tp"] > 1
+    provider.mtp_num_layers = None  # transformers has no such layers
+    for fusion in ("apply_rope", "moe_permute", "moe_router", "bias_activation", "bias_dropout"):
+        setattr(provider, f"{fusion}_fusion", False)  # these need kernels of a GPU
+    provider.tensor_model_parallel_size = sizes["tp"]
+    provider.pipeline_model_parallel_size = sizes["pp"]
+    provider.expert_model_parallel_size = sizes["ep"]
+    provider.expert_tensor_parallel_size = 1
+    provider.finalize()
+    model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    if "load" in case:
+        path = next(Path(case["load"]).rglob("run_config.yaml"))
+        peft = instantiate(read_run_config(str(path))["peft"])
+    else:
+        peft = adapter_class(case["kind"])(**case["options"])
+    model = peft(model, training=False)
+    peft.set_params_to_save(model)
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if ".adapter." in name:
+                parameter.requires_grad = True
+                parameter.data.fill_(float("nan"))
+    if "load" in case:
+        load_peft_adapter_checkpoint(model, path.parent, peft)
+    else:
+        fill(model, sizes)
+        save(model, provider, peft, case["save"])
+    base.save_hf_adapter(model, case["export"], peft, show_progress=False)
+    if "tokens" in case:
+        logits = forward(model[0].eval(), torch.tensor(case["tokens"]), sizes["tp"])
+        if dist.get_rank() == 0:
+            np.save(out / f"{case['name']}.npy", logits.numpy())
+
+
+def adapter_class(kind: str) -> Any:
+    from megatron.bridge.peft import canonical_lora, dora, lora
+
+    return {
+        "lora": lora.LoRA,
+        "canonical": canonical_lora.CanonicalLoRA,
+        "dora": dora.DoRA,
+    }[kind]
+
+
+def fill(model: list[Any], sizes: dict[str, int]) -> None:
+    """Gives the adapter random values. Ranks that hold copies of a tensor must agree, so the seed
+    is the name, and the number of the rank that has another part.
+    """
+    from megatron.core import parallel_state as ps
+
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if ".adapter." not in name:
+                continue
+            expert = ".experts." in name and ".shared_experts." not in name
+            apart = ps.get_expert_model_parallel_rank() if expert and parameter.dim() == 3 else 0
+            tensor = 0 if expert else ps.get_tensor_model_parallel_rank()
+            if name.endswith("weight_magnitude") and ("linear_proj" in name or "fc2" in name):
+                tensor = 0
+            seed = [zlib.crc32(name.encode()), apart, tensor, ps.get_pipeline_model_parallel_rank()]
+            drawn = np.random.RandomState(seed).randn(*parameter.shape) / 8
+            parameter.data.copy_(torch.from_numpy(drawn.astype(np.float32)))
+
+
+def save(model: list[Any], provider: Any, peft: Any, directory: str) -> None:
+    """Saves the adapter with the function that Megatron-Bridge's training calls."""
+    from megatron.bridge.training.checkpointing import save_checkpoint
+    from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, LoggerConfig
+    from megatron.bridge.training.config import OptimizerConfig as Optimizer
+    from megatron.bridge.training.state import GlobalState
+
+    state = GlobalState()
+    checkpoint = CheckpointConfig(
+        async_save=False, save=directory, save_optim=False, save_rng=False, ckpt_format="torch_dist"
+    )
+    state.cfg = ConfigContainer(
+        model=provider,
+        train=None,
+        optimizer=Optimizer(use_distributed_optimizer=False),
+        ddp=None,
+        scheduler=None,
+        dataset=None,
+        logger=LoggerConfig(),
+        tokenizer=None,
+        checkpoint=checkpoint,
+        dist=None,
+        peft=peft,
+    )
+    save_checkpoint(
+        state=state,
+        model=model,
+        optimizer=None,
+        opt_param_scheduler=None,
+        num_floating_point_operations_so_far=0,
+    )
+
+
+@torch.no_grad()
+def forward(model: Any, tokens: torch.Tensor, tp: int) -> torch.Tensor:
+    """Returns the logits [batch, seq, vocab] of a model that is not split into stages."""
+    from megatron.core import parallel_state as ps
+
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits = model(tokens, positions, None)
+    if tp > 1:
+        parts = [torch.empty_like(logits) for _ in range(tp)]
+        dist.all_gather(parts, logits.contiguous(), group=ps.get_tensor_model_parallel_group())
+        logits = torch.cat(parts, -1)
+    return logits.float()
+
+
+if __name__ == "__main__":
+    prepare()
+    os.environ.setdefault("WORLD_SIZE", "1")
+    sys.exit(forked.fork_ranks(run))

@@ -1,0 +1,184 @@
+"""Adapters of Megatron-Bridge, whose own code saves, loads and exports them, on two ranks.
+
+mckpt reads what Megatron-Bridge saves, and Megatron-Bridge loads what mckpt writes. The judge is
+the weights with the adapter, by the formulas of PEFT, and the logits of transformers with PEFT.
+Megatron-Bridge cuts packed matrices by its own code when it exports.
+
+MEGATRON_BRIDGE_PYTHON is the Python of an environment with Megatron-Bridge; CONTRIBUTING.md has the
+command that makes one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import adapters, made_models, tiny
+from tests.helpers.adapters import factors, modules
+from tests.helpers.commands import good
+from tests.helpers.judging import explain, judge, limit
+
+PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
+pytestmark = [
+    pytest.mark.judge,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with Megatron-Bridge"
+    ),
+]
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LATENT_IN_MEGATRON = [f"linear_{x}_proj" for x in ("q_down", "q_up", "kv_down", "kv_up")]
+REST = ["linear_proj", "linear_fc1", "linear_fc2"]
+
+# At tp 2, Megatron-Bridge 0.6.2 adds the product of the shared experts' linear_fc2 once for each
+# rank, so the latent cases run at tp 1. Its files of canonical adapters of linear_fc1 and of gated
+# delta nets have the order of the weights' rows at tp 1 only.
+# What Megatron-Bridge saves: the model, the sizes, the class and its arguments beside dim and alpha
+SAVED: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
+    "llama": ("llama", {"tp": 2}, "lora", {}),
+    "stages": ("llama", {"pp": 2}, "lora", {"target_modules": ["linear_qkv", "linear_fc2"]}),
+    "canonical": ("llama", {}, "canonical", {}),
+    "one adapter for all experts": ("qwen3-moe", {"ep": 2}, "lora", {}),
+    "experts": ("qwen3-moe", {"tp": 2, "ep": 2}, "lora", {"share_expert_adapters": False}),
+    "latent": (
+        "deepseek-v3",
+        {"ep": 2},
+        "lora",
+        {"share_expert_adapters": False, "target_modules": [*LATENT_IN_MEGATRON, *REST]},
+    ),
+    "linear attention": (
+        "qwen3_5",
+        {},
+        "lora",
+        {"target_modules": ["linear_qkv", "in_proj", "out_proj", *REST]},
+    ),
+}
+# What mckpt writes: the model, the modules, the layout, and the sizes at which it is loaded
+WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
+    "llama": ("llama", (*ATTENTION, *MLP), "fused", {"tp": 2}),
+    "stages": ("qwen3", ("o_proj", "down_proj"), "fused", {"pp": 2}),
+    "canonical": ("llama", ("q_proj", "v_proj", "up_proj"), "canonical", {}),
+    "experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
+    "latent": ("deepseek-v3", (*LATENT, *MLP), "fused", {"ep": 2}),
+    "linear attention": ("qwen3_5", (*LINEAR, *ATTENTION, *MLP), "fused", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(work: Path) -> Callable[[str], Path]:
+    """A function: the name of a model -> its directory, in fp32."""
+
+    def written(model: str) -> Path:
+        directory = work / "bases" / model
+        if not directory.exists():
+            if model in made_models.CASES:
+                made_models.make([model], directory.parent)
+            else:
+                tiny.tiny_random(model, directory, "float32")
+        return directory
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
+    """The results of all cases of Megatron-Bridge, which run in one launch."""
+    cases: list[dict[str, Any]] = []
+    for name, (model, sizes, kind, options) in SAVED.items():
+        cases.append(
+            {
+                "name": f"saved {name}",
+                "source": str(bases(model)),
+                "sizes": sizes,
+                "kind": kind,
+                "options": {"dim": 4, "alpha": 8, **options},
+                "save": str(work / "saved" / name),
+                "export": str(work / "exported" / name),
+                **tokens(model, sizes),
+            }
+        )
+    for name, (model, _, layout, sizes) in WRITTEN.items():
+        base, adapter, out = bases(model), work / "peft" / name, work / "written" / name
+        write(base, adapter, name)
+        good("adapter", "to-megatron", adapter, base, out, "--layout", layout, "--dialect", "gpt")
+        cases.append(
+            {
+                "name": f"written {name}",
+                "source": str(base),
+                "sizes": sizes,
+                "load": str(out),
+                "export": str(work / "loaded" / name),
+                **tokens(model, sizes),
+            }
+        )
+    return judge(cases, 2, work / "ran", fake_te=True, program="bridge_adapters.py", python=PYTHON)
+
+
+def tokens(model: str, sizes: dict[str, int]) -> dict[str, Any]:
+    if sizes.get("pp", 1) > 1:
+        return {}
+    rows = (made_models if model in made_models.CASES else tiny).tokens(model)
+    return {"tokens": rows[:, :64].tolist()}
+
+
+def write(base: Path, directory: Path, name: str) -> None:
+    """Writes the adapter of PEFT of a case of WRITTEN."""
+    model, ends, layout, _ = WRITTEN[name]
+    layers = made_models.text(config(model))["num_hidden_layers"]
+    shapes = {m: s for m, s in modules(base, *ends).items() if int(m.split(".")[2]) < layers}
+    adapters.write(directory, factors(shapes, shared=layout == "fused"))
+
+
+def config(model: str) -> dict[str, Any]:
+    return (made_models if model in made_models.CASES else tiny).config(model)
+
+
+def same(base: Path, ours: Path, theirs: Path) -> None:
+    """Fails unless two adapters of PEFT make the same weights."""
+    found, wanted = adapters.merged(base, ours), adapters.merged(base, theirs)
+    assert found.keys() == wanted.keys()
+    apart = {key: float(np.abs(found[key] - wanted[key]).max()) for key in wanted}
+    assert max(apart.values()) < 1e-12, {key: value for key, value in apart.items() if value}
+    stored = adapters.weights(base)
+    assert any((wanted[key] != stored[key]).any() for key in wanted)
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_mckpt_reads_what_megatron_bridge_saves(case, ran, bases, work) -> None:
+    result = ran[f"saved {case}"]
+    assert result["ok"], explain(result)
+    base = bases(SAVED[case][0])
+    good("adapter", "to-hf", work / "saved" / case, work / "read" / case, "--like", base)
+    same(base, work / "read" / case, work / "exported" / case)
+    expect_logits(result, base, work / "read" / case)
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None:
+    result = ran[f"written {case}"]
+    assert result["ok"], explain(result)
+    base = bases(WRITTEN[case][0])
+    same(base, work / "loaded" / case, work / "peft" / case)
+    good("adapter", "to-hf", work / "written" / case, work / "back" / case, "--like", base)
+    same(base, work / "back" / case, work / "peft" / case)
+    expect_logits(result, base, work / "back" / case)
+
+
+def expect_logits(result: dict[str, Any], base: Path, adapter: Path) -> None:
+    """Fails unless Megatron-Core with the adapter computes the logits of transformers with PEFT."""
+    if "logits" not in result:
+        return
+    model = base.name
+    rows = (made_models if model in made_models.CASES else tiny).tokens(model)[:, :64]
+    found = result["logits"]
+    wanted = adapters.peft_logits(base, adapter, rows)
+    assert np.abs(found[..., : wanted.shape[-1]] - wanted).max() <= 3 * limit(wanted)
