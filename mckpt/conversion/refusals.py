@@ -185,11 +185,12 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
         "expert_ffn_size": any(moe) and parallel.etp is None,
         "mamba_groups": dims["mamba_groups"] > 0,
     }
-    widths = {name: dims[name] for name, is_cut in cut.items() if is_cut}
+    widths = [(name, dims[name]) for name, is_cut in cut.items() if is_cut]
+    widths += [("ffn_size", size) for size in sorted(set(dims["ffn_sizes"]))] * cut["ffn_size"]
     fit = [
         n
         for n in range(1, heads + 1)
-        if not any(whole % n for whole in (heads, *widths.values()))
+        if not any(whole % n for whole in (heads, *(width for _, width in widths)))
         and (groups % n == 0 or n % groups == 0)
     ]
     cure = f"choose a tp of {', '.join(map(str, fit))}"
@@ -200,7 +201,7 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
             f"{groups} query groups (k and v heads) are neither divisible by tp {parallel.tp} nor a"
             f" divisor of it; {cure}"
         )
-    for name, width in widths.items():
+    for name, width in dict.fromkeys(widths):
         if width % parallel.tp:
             raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
     if any(moe) and dims["mlp_bias"] and parallel.expert_tp > 1:

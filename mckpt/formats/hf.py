@@ -37,7 +37,7 @@ from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, MappingFile, schema
+from mckpt.mapping import Bound, MappingFile, plain, schema
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
@@ -201,7 +201,7 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
                 np.array([index_of.get((r, i, n), 0) for i in range(len(layers))])
                 for n in (SCALES, WHOLE)
             ]
-            list_of = schema().quantised[b.rule.of[0]]
+            list_of = schema().quantised[plain(b.rule.of[0])]
             scales = target_scales(
                 scheme,
                 (shape[0], shape[1]),
@@ -261,7 +261,7 @@ def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
     """Returns whether the weights of a rule are quantised. Raises UsageError for weights that no
     loader reads in this form.
     """
-    if request.quantize is None or not schema().quantised.keys() >= set(b.rule.of):
+    if request.quantize is None or not schema().quantised.keys() >= set(map(plain, b.rule.of)):
         return False
     stacked = b.axes(request.names.scope())
     if stacked or b.rule.transposed:

@@ -21,7 +21,7 @@ from mckpt.mapping.reading import (
     to_keep,
 )
 from mckpt.mapping.rule import Bound, Rule, key_pattern
-from mckpt.mapping.schema import schema
+from mckpt.mapping.schema import plain, schema
 from mckpt.mapping.stacked import with_stacked_experts
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "misfits",
     "names",
     "parse_setting",
+    "plain",
     "refused",
     "schema",
     "to_keep",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import json
 import math
 import operator
 from collections import ChainMap
@@ -153,6 +154,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "replace": _replace,
     "concat": _concat,
     "starts": _starts,
+    "to_json": lambda value: json.dumps(value, allow_nan=False),
+    "from_json": json.loads,
     **_AT_ONCE,
 }
 
@@ -284,6 +287,14 @@ def _compiled(node: ast.AST, parts: _Parts) -> _Value:
         case ast.List():
             elements = list(map(part, node.elts))
             return lambda scope, steps: [element(scope, steps) for element in elements]
+        case ast.Dict():
+            names = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+            if not all(isinstance(name, str) for name in names):
+                raise ExpressionError("the keys of an object are texts")
+            values = list(map(part, node.values))
+            return lambda scope, steps: {
+                name: value(scope, steps) for name, value in zip(names, values, strict=True)
+            }
         case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
             inner = _Parts()  # of the expressions that have a value for each item
             tests = [_compiled(test, inner) for test in each.ifs]

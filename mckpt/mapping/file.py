@@ -32,7 +32,7 @@ from mckpt.mapping.forms import (
 )
 from mckpt.mapping.registration import Registration
 from mckpt.mapping.rule import Bound, Rule
-from mckpt.mapping.schema import schema
+from mckpt.mapping.schema import SHAPE, schema
 
 Dims = dict[str, Any]
 NO_MTP = "of multi-token prediction, which --no-mtp leaves out"
@@ -195,6 +195,7 @@ class MappingFile(NamedTuple):
         found: dict[tuple[range, str | None], list[int]] = {}  # many rules hold for the same layers
         number_of: dict[tuple[str, int], int] = {}  # and have the same numbers
         form, here = self.form(scope), dict(scope)
+        sizes = schema().sizes(scope)
 
         def at(expression: Expression, layer: int) -> Any:
             here["layer"] = layer  # a copy for each layer would take longer than most expressions
@@ -225,7 +226,8 @@ class MappingFile(NamedTuple):
                             number_of[text, layer] = at(rule.number, layer)
                     numbers = [number_of[text, layer] for layer in layers]
                 where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
-                out.append(Bound(rule, *where, len(decoder)))
+                bound = Bound(rule, *where, len(decoder))
+                out += _of_one_shape(bound, sizes) if len(set(sizes)) > 1 else [bound]
         return out
 
     def without_mtp(self, dims: Mapping[str, Any]) -> MappingFile:
@@ -551,3 +553,24 @@ class MappingFile(NamedTuple):
         }
         flat = {**{k: v for k, v in config.items() if k not in objects}, **inner}
         return {k: v for k, v in flat.items() if k not in read and v not in (None, False, [], {})}
+
+
+def _of_one_shape(b: Bound, sizes: list[tuple[int, ...]]) -> list[Bound]:
+    """Returns a rule of tensors that do not have the same shape in all layers once for each shape.
+
+    sizes: of each layer, as `Schema.sizes` returns them.
+    """
+    rule = b.rule
+    if rule.encoder or not any(map(schema().differs, rule.of)):
+        return [b]
+    out = []
+    for number, kind in enumerate(sorted(set(sizes)), 1):
+        those = np.array([sizes[layer] == kind for layer in b.layers.tolist()])
+        if those.any():
+            of = tuple(name + number * SHAPE for name in rule.of)
+            out.append(
+                Bound(
+                    rule._replace(of=of), b.layers[those], b.experts, b.numbers[those], b.num_layers
+                )
+            )
+    return out

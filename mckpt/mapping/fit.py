@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mckpt.mapping.file import MappingFile
-from mckpt.mapping.schema import schema
+from mckpt.mapping.schema import plain, schema
 
 
 def switches(dialect: MappingFile, name: str) -> list[str]:
@@ -31,7 +31,8 @@ def misfits(
     """
 
     def described(name: str) -> str:
-        return f"{name} {list(schema().shape(name, dims))} ({schema().tensors[name].about})"
+        about = schema().tensors[plain(name)].about
+        return f"{plain(name)} {list(schema().shape(name, dims))} ({about})"
 
     lacking = [
         f"{described(n)}: {target} needs it, and {source} has no rule for it"

@@ -167,8 +167,11 @@ def _scopes(
             f"{where}: the block {prefix} needs a prefix as its key, and `groups` a list"
         )
         return
-    rules = [_group(root, str(name), where, problems).get(section) for name in groups]
-    rules.append(block.get(section))
+    rules = [
+        (found.get(section), found.get("when"))
+        for found in [_group(root, str(name), where, problems) for name in groups]
+    ]
+    rules.append((block.get(section), None))
     mtp = block.get("mtp")
     key = mtp.get("key") if isinstance(mtp, dict) else mtp
     if mtp is not None and not isinstance(key, str):
@@ -184,9 +187,10 @@ def _scopes(
             problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
             other = None
         instead = (other["key"], expression(other["when"], where)) if other else None
-        for node in rules:
+        for node, own in rules:
             logical = block.get("is", "")
             counted, when = None if again else number, block.get("when")
+            when = _both(when, own) if when and own else when or own
             yield _Scope(node or Node(), start, logical, instead, again, counted, when)
 
 

@@ -25,6 +25,12 @@ _TYPES: dict[str, Any] = {
 }
 
 
+# Ends the template of a logical tensor that has several shapes, once for the layers with the first
+# shape, twice for those with the second. A template that is formatted loses it, so that all layers
+# have the same name.
+SHAPE = "{layer!s:.0}"
+
+
 class DimSpec(NamedTuple):
     type: str
     optional: bool
@@ -32,6 +38,7 @@ class DimSpec(NamedTuple):
     about: str
     low: float  # values outside the bounds can only be damage
     high: float
+    by_layer: str | None  # the dim with its value for each layer, where layers differ
 
 
 class TensorSpec(NamedTuple):
@@ -56,12 +63,30 @@ class Schema(NamedTuple):
         factors of an adapter of rank 8 are `WEIGHT:lora_A.8` [8, in] and `WEIGHT:lora_B.8` [out,
         8].
         """
+        if number := name.count(SHAPE):
+            name = plain(name)
+            sizes = sorted(set(self.sizes(dims)))[number - 1]
+            dims = {**dims, **dict(zip(self.by_layer(), sizes, strict=True))}
         weight, _, factor = name.partition("@")[0].partition(":")
         shape = tuple(e(dims) for e in self.tensors[weight].shape)
         if not factor:
             return shape
         side, _, rank = factor.rpartition(".")
         return (int(rank), shape[1]) if side == FACTORS[0] else (shape[0], int(rank))
+
+    def by_layer(self) -> dict[str, str]:
+        """Returns the dims whose values may differ between layers, each with the dim that has the
+        list of them.
+        """
+        return {name: dim.by_layer for name, dim in self.dims.items() if dim.by_layer}
+
+    def sizes(self, dims: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """Returns the values of the dims of `by_layer` for each layer."""
+        return list(zip(*(dims[name] for name in self.by_layer().values()), strict=True))
+
+    def differs(self, name: str) -> bool:
+        """Returns whether the shape of a logical tensor depends on a dim of `by_layer`."""
+        return any(e.names & self.by_layer().keys() for e in self.tensors[plain(name)].shape)
 
     def check(self, name: str, value: Any) -> Any:
         """Returns the value if the dim can have it; raises ValueError with the reason if not."""
@@ -76,6 +101,11 @@ class Schema(NamedTuple):
         if dim.type in ("int", "float") and not dim.low <= value <= dim.high:
             raise ValueError(f"{name} is {value}, and must be from {dim.low} to {dim.high}")
         return value
+
+
+def plain(name: str) -> str:
+    """Returns the template of a logical tensor without the number of its shape."""
+    return name.replace(SHAPE, "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -136,6 +166,7 @@ def _dim(entry: Mapping[str, Any], later: bool = False) -> DimSpec:
         entry["about"],
         entry.get("min", 0),
         entry.get("max", math.inf),
+        entry.get("by_layer"),
     )
 
 

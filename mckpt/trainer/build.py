@@ -59,7 +59,6 @@ REQUIRED_MOE = (
 # Args of models that this trainer does not build, and the value that means "not used".
 UNSUPPORTED = (
     ("spec", None),
-    ("heterogeneous_layers_config_path", None),
     ("hybrid_override_pattern", None),
     ("is_hybrid_model", False),
 )
@@ -293,7 +292,11 @@ def transformer_config(
 
     check(args)
     latent = getattr(args, "multi_latent_attention", False)
-    config_class = MLATransformerConfig if latent else TransformerConfig
+    config_class: Any = MLATransformerConfig if latent else TransformerConfig
+    if gpt.layers_differ(args):
+        from megatron.core.transformer.heterogeneous import heterogeneous_config
+
+        config_class = heterogeneous_config.HeterogeneousTransformerConfig
     fields = {f.name for f in dataclasses.fields(config_class)}
     # Most args have the name of their field.
     config = {name: value for name, value in vars(args).items() if name in fields}

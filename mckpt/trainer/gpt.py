@@ -24,6 +24,11 @@ def sparse_attention(args: Namespace) -> bool:
     return getattr(args, "experimental_attention_variant", None) == "dsa"
 
 
+def layers_differ(args: Namespace) -> bool:
+    """Returns whether layers differ in their parts or widths."""
+    return bool(getattr(args, "heterogeneous_layers_config_encoded_json", None))
+
+
 def problems(args: Namespace) -> list[str]:
     """Returns the problems of the args of a GPTModel."""
     from megatron.core import __version__
@@ -86,6 +91,11 @@ def layer_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None
     """Returns the modules of this virtual stage's layers, as gpt_builder chooses them."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
+    if layers_differ(args):
+        from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as different
+
+        spec = different.get_gpt_heterogeneous_layer_spec(config, uses_te, vp_stage=vp_stage)
+        return spec if uses_te else _with_own_modules(spec)
     if linear_attention(args):
         return _linear_spec(args, uses_te, config, vp_stage)
     if sparse_attention(args):

@@ -566,9 +566,8 @@ def other_sizes(
     """Returns sizes as unlike these as the model allows, on as many ranks, but at least two."""
     num_ranks = max(2, launching.world(sizes))
     rows = args.get("padded_vocab_size") or dims["vocab_size"]
-    divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)] + [
-        rows
-    ]
+    divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)]
+    divided += [rows, *dims.get("ffn_sizes", ())]
 
     def fits(tp: int, pp: int, ep: int) -> bool:
         whole = all(d % tp == 0 for d in divided) and dims["num_layers"] % pp == 0

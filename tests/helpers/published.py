@@ -67,6 +67,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("kimi-k2", "gpt"): ("rope_beta_fast",),
     ("kimi-k2", "hybrid"): ("rope_beta_fast",),
     ("llama-3.1-8b", "hybrid"): ("rope_type", "rope_factor"),
+    ("llama-3.1-nemotron-ultra-253b", "gpt"): ("rope_factor",),
     ("llama-3.2-1b", "gpt"): ("rope_factor",),
     ("llama-3.2-1b", "hybrid"): ("rope_type", "rope_factor"),
     ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
@@ -85,6 +86,8 @@ UNLOADABLE = {
     ("deepseek-v2-lite", "hybrid"),
     ("moonlight-16b-a3b", "hybrid"),
     ("sarvam-105b", "hybrid"),
+    ("llama-3.1-nemotron-ultra-253b", "hybrid"),
+    ("llama-3.3-nemotron-super-49b", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba-9b", "gpt"),
     ("granite-4.0-h-small", "gpt"),

@@ -100,6 +100,65 @@ def _language_model(c: Config, tensors: Config) -> Config:
     return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
 
+def _widths(c: Config) -> list[int]:
+    """Returns the width of the mlp of each layer of a Llama-Nemotron, 0 where it has none."""
+    width = [2 * (b["ffn"]["ffn_mult"] or 0) * c["hidden_size"] / 3 for b in c["block_configs"]]
+    return [-(-int(w) // 256) * 256 for w in width]
+
+
+def _widest(c: Config, found: Config) -> Config:
+    (heads,) = {b["attention"]["n_heads_in_group"] for b in c["block_configs"]} - {None}
+    groups = c["num_attention_heads"] // heads
+    return found | {"num_key_value_heads": groups, "intermediate_size": max(_widths(c))}
+
+
+def _cut(c: Config, tensors: Config) -> Config:
+    """Returns the tensors that the layers have, with the rows and columns of their own widths."""
+    out = {}
+    for name, tensor in tensors.items():
+        if found := re.match(r"model\.layers\.(\d+)\.(self_attn|mlp|(\w+)_layernorm)\.", name):
+            block, width = c["block_configs"][int(found[1])], _widths(c)[int(found[1])]
+            part = "attention" if "self_attn" in found[2] or found[3] == "input" else "ffn"
+            if block[part]["no_op"]:
+                continue
+            if found[2] == "mlp":
+                tensor = (tensor[:, :width] if "down" in name else tensor[:width]).contiguous()
+        out[name] = tensor
+    return out
+
+
+def _filled(c: Config, tensors: Config) -> Config:
+    """Llama computes the same with zeros in the place of what a layer lacks: they add nothing to
+    the residual.
+    """
+    import torch
+
+    widths, out = _widths(c), dict(tensors)
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    groups = _widest(c, {})["num_key_value_heads"]
+    kv, widest = hidden // heads * groups, max(widths)
+    for layer, width in enumerate(widths):
+        start = f"model.layers.{layer}."
+        shapes = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (0, hidden),
+            "mlp.up_proj": (0, hidden),
+            "mlp.down_proj": (hidden, 0),
+        }
+        for name, shape in shapes.items():
+            out.setdefault(f"{start}{name}.weight", torch.zeros(shape))
+        for name in ("gate", "up", "down"):
+            end = (0, widest - width) if name == "down" else (0, 0, 0, widest - width)
+            key = f"{start}mlp.{name}_proj.weight"
+            out[key] = torch.nn.functional.pad(out[key], end)
+    return out
+
+
 def _normed_head(c: Config, tensors: Config) -> Config:
     import torch
 
@@ -175,6 +234,7 @@ _ARCHITECTURES = {
     ),
     "InternLM3ForCausalLM": Names({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
     "InternVLChatModel": Names(config=_text_config, saved=_beside_vision, read=_language_model),
+    "DeciLMForCausalLM": Names(config=_widest, saved=_cut, read=_filled),
     "BaiChuanForCausalLM": Names(fused="self_attn.W_pack"),
     "BaichuanForCausalLM": Names(fused="self_attn.W_pack", saved=_normed_head, read=_normed_head),
 }

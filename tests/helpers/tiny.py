@@ -53,6 +53,7 @@ STANDS_FOR = {
     "BaichuanForCausalLM": "LlamaForCausalLM",
     "BailingMoeForCausalLM": "Qwen2MoeForCausalLM",
     "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
+    "DeciLMForCausalLM": "LlamaForCausalLM",
     "ExaoneForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "InternVLChatModel": "Qwen3ForCausalLM",

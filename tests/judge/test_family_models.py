@@ -64,6 +64,8 @@ UNLOADABLE = {
     ("deepseek_v2_lite", "hybrid"),
     ("moonlight", "hybrid"),
     ("sarvam_mla", "hybrid"),
+    # mlps of several widths
+    ("llama_nemotron", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba", "gpt"),
     ("granitemoehybrid", "gpt"),

@@ -255,6 +255,7 @@ def test_no_part_of_a_model_is_called_inert() -> None:
     for kind in ("megatron", "run_config"):
         for file in (mapping.load(kind, name) for name in mapping.names(kind)):
             keys = {key for dim in file.dims.values() for key in dim.keys}
+            keys -= {"heterogeneous_layers_config_path"}  # written, and its value is not read
             assert not [key for key in keys if is_inert(f"my_{key}")]
 
 
