@@ -29,7 +29,7 @@ def name_of(weight: str, side: str, rank: int) -> str:
 
 def parts_of(name: str) -> tuple[str, str, int]:
     """Returns the weight, the side (A or B) and the rank of a factor, by its template."""
-    weight, _, factor = name.partition(":")
+    weight, _, factor = name.rpartition(":")
     side, _, rank = factor.rpartition(".")
     return weight, side, int(rank)
 
