@@ -376,10 +376,10 @@ class PlanData:
                 " every element of the source is used or listed below as ignored"
             ),
         ]
+        of_adapter = "layout" in self.facts.get("adapter", {})
+        filled = "filled factors" if of_adapter else "padding of the vocabulary"
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
-        lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
-            p["padding_bytes"]
-        )
+        lines += [f"{filled}: {p['padding_bytes']:,} bytes of zeros"] * bool(p["padding_bytes"])
         if unchanged := p["carried"]:
             tensors = counted(unchanged["tensors"], "tensor")
             lines.append(f"carried unchanged: {tensors}, {unchanged['bytes']:,} bytes")
