@@ -202,8 +202,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "negative": ({"num_hidden_layers": -1}, ["num_layers is -1, and must be from 1 to 10000"]),
     "values": ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'; llama.yaml supports 'silu'"]),
     "rope type": (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        ["rope_scaling.rope_type is 'yarn'; llama.yaml supports 'default', 'llama3'"],
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        ["rope_scaling.rope_type is 'dynamic'; llama.yaml supports 'default', 'llama3', 'yarn'"],
     ),
     "disagree": (
         {"rope_parameters": {"rope_theta": 5.0}},
