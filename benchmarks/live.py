@@ -56,7 +56,7 @@ def main() -> None:
     run.add_argument("--rounds", type=int, default=3)
     run.add_argument("--bucket-bytes")
     run.add_argument("--threads", type=int, default=0)
-    run.add_argument("--max-memory", default="256MiB")
+    run.add_argument("--max-memory", default="512MiB")
     run.add_argument("--peer", action="store_true")
     given = parser.parse_args()
     if given.command == "make":

@@ -33,7 +33,7 @@ def read(
     copies: np.ndarray,
     casts: Sequence[Cast],
     grids: np.ndarray,
-    sources: Sequence[str],
+    sources: Sequence[str] | OpenFiles,
     start: int,
     out: memoryview,
     memory: memoryview | None = None,
@@ -41,7 +41,8 @@ def read(
     """Does the copies into one target file, but writes the bytes of the file from `start` on into
     `out`. Leaves out the bytes before and behind.
 
-    copies, casts, grids: as for `engine.execute`. memory: the buffer to use, of MEMORY bytes.
+    copies, casts, grids: as for `engine.execute`. sources: the files, which stay open if they are
+    given as OpenFiles. memory: the buffer to use, of MEMORY bytes.
     Raises the errors of reading, and Overflow.
     """
     end = start + len(out)
@@ -53,7 +54,7 @@ def read(
 
     copies = copies.copy()
     copies["dst_file"] = 0
-    files = OpenFiles(sources, os.O_RDONLY)
+    files = sources if isinstance(sources, OpenFiles) else OpenFiles(sources, os.O_RDONLY)
     try:
         ranges = _are_ranges(copies, casts)
         for copy in copies[ranges].tolist():
@@ -76,7 +77,8 @@ def read(
             mover.move(work, slab, memory, lambda: None)
         mover.targets.close()
     finally:
-        files.close()
+        if files is not sources:
+            files.close()
 
 
 def _are_ranges(copies: np.ndarray, casts: Sequence[Cast]) -> np.ndarray:
