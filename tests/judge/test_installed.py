@@ -43,7 +43,7 @@ READ = {
     "is_decoder": "a causal language model is one",
     "intermediate_size": "of dense layers, where a model has none",
     "layer_types": "of caches and masks, where the window is that of another key",
-    "layers_block_type, mlp_only_layers": "a dim reads it in an expression",
+    "layers_block_type, mlp_only_layers, sliding_window_pattern": "a dim reads it in an expression",
     "max_position_embeddings": "the first Qwen reads seq_length in its place",
     "num_logits_to_keep": "how many positions are computed",
     "original_max_position_embeddings": "longrope alone uses it",
