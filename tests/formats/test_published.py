@@ -13,6 +13,7 @@ import mckpt
 from mckpt import mapping
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.geometry.parallel import Parallel
+from tests import published_page
 from tests.helpers import published
 from tests.helpers.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
 
@@ -55,3 +56,8 @@ def test_every_tensor_of_a_published_model_has_a_place(
     copied = set(plan.joined.copies["src_at"].tolist())
     starts = first_bytes(models / name / "model.safetensors")
     assert not [tensor for tensor, at in starts.items() if at not in copied]
+
+
+def test_the_page_of_published_models_is_that_of_the_configs() -> None:
+    """`python -m tests.published_page` writes it again."""
+    assert published_page.PAGE.read_text() == published_page.page()
