@@ -102,10 +102,19 @@ def masters_in_fp32(source: Checkpoint, model: Checkpoint) -> set[str]:
             f"{source.path}: its optimizer has the states {listed[0]}, and the live one"
             f" {listed[1]}; build the optimizer of the run, or leave out load_optimizer"
         )
-    return {
+    unused = {
         name
-        for name, dtype in wanted.items()
-        if name.endswith(f"@{MASTER}")
-        and name not in held
-        and wanted[name.partition("@")[0]] == "float32"
+        for name in wanted.keys() - held.keys()
+        if name.endswith(f"@{MASTER}") and wanted[name.partition("@")[0]] == "float32"
     }
+    apart = sorted(filter(is_state, (wanted.keys() - unused) ^ held.keys()))
+    if apart:
+        raise UsageError.of(
+            f"{source.path}: the live optimizer does not update the parameters of the run; freeze"
+            " the same ones, or leave out load_optimizer:",
+            [
+                f"{name}: only in the {'checkpoint' if name in wanted else 'model'}"
+                for name in apart
+            ],
+        )
+    return unused
