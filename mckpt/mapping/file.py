@@ -41,8 +41,13 @@ Scope = Mapping[str, Any]  # dims, choices, and values derived from them
 
 def without_mtp(dims: Mapping[str, Any]) -> Dims:
     """Returns the dims of a model without its layers of multi-token prediction."""
-    count = dims["num_layers"]  # each list has an entry for each layer
-    lists = {n: v[:count] for n, v in dims.items() if isinstance(v, (list, tuple))}
+    count, by_layer = dims["num_layers"], {"num_layers", "moe_layers"}
+    lists = {
+        name: dims[name][:count]
+        for name, dim in schema().dims.items()
+        # the neutral value of a list with an entry for each layer depends on their number
+        if dim.type == "list" and dim.neutral and by_layer.intersection(dim.neutral.names)
+    }
     return {**dims, **lists, "mtp_layers": 0}
 
 
