@@ -63,9 +63,9 @@ def build(args: Namespace, uses_te: bool, **options: Any) -> Any:
     config, vp_stage = options["config"], options["vp_stage"]
     own_modules: Any = contextlib.nullcontext()
     if linear_attention(args) and config.deterministic_mode:
-        from mckpt.trainer import local_modules
+        from mckpt.trainer import local_stack
 
-        own_modules = local_modules.own_modules()
+        own_modules = local_stack.own_modules()
     with own_modules:
         return _model(args, uses_te, config, vp_stage, options)
 
@@ -134,7 +134,7 @@ def _linear_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | No
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from mckpt.trainer import local_modules
+    from mckpt.trainer import local_stack
 
     plain = copy.copy(config)
     plain.experimental_attention_variant = None
@@ -143,7 +143,7 @@ def _linear_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | No
             plain, use_transformer_engine=False, normalization=args.normalization, vp_stage=vp_stage
         )
     )
-    attention = local_modules.gated_delta_net(config).submodules.self_attention
+    attention = local_stack.gated_delta_net(config).submodules.self_attention
     if config.pipeline_model_parallel_layout is None:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         numbers = list(range(first, first + len(block.layer_specs)))

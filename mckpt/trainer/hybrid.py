@@ -100,20 +100,20 @@ def build(args: Namespace, uses_te: bool, **options: Any) -> Any:
 
     options["hybrid_layer_pattern"] = args.hybrid_layer_pattern
     if "M" in args.hybrid_layer_pattern:
-        from mckpt.trainer import local_modules
+        from mckpt.trainer import mamba
 
-        local_modules.install_mamba()
+        mamba.install()
     if uses_te:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
         return HybridModel(hybrid_stack_spec=hybrid_stack_spec, **options)
     # imported late, because it imports megatron-core, which `initialize` has to patch first
-    from mckpt.trainer import local_modules
+    from mckpt.trainer import local_stack
 
-    with local_modules.own_modules():
-        spec = local_modules.stack_spec(options["config"])
+    with local_stack.own_modules():
+        spec = local_stack.stack_spec(options["config"])
         chunk = HybridModel(hybrid_stack_spec=spec, **options)
-    local_modules.name_experts(chunk)
+    local_stack.name_experts(chunk)
     return chunk
 
 

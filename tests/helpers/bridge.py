@@ -88,9 +88,9 @@ def without_kernels() -> None:
     """Lets gated delta nets and Mamba layers be built without FLA and mamba_ssm, whose kernels no
     conversion calls.
     """
-    from mckpt.trainer import local_modules
+    from mckpt.trainer import mamba
 
-    local_modules.install_mamba()
+    mamba.install()
     from megatron.core.ssm import gated_delta_net
 
     for name, module in list(sys.modules.items()):

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import peers
-from mckpt.trainer import cpu, forked, local_modules
+from mckpt.trainer import cpu, forked, local_stack
 from tests.helpers import bridge
 
 
@@ -49,7 +49,7 @@ def prepare() -> None:
 
     for name, module in list(sys.modules.items()):
         if name.startswith(gated_delta_net.__name__) and hasattr(module, "l2norm"):
-            module.l2norm = local_modules.l2norm
+            module.l2norm = local_stack.l2norm
     torch.compiler.set_stance("force_eager")  # a CPU needs a C++ compiler for compiled functions
     import megatron.bridge
     import megatron.bridge.peft.canonical_lora

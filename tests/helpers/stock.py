@@ -68,7 +68,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.training import argument_utils, arguments, checkpointing, global_vars, initialize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mckpt.trainer import build, cpu, load, local_modules, train, worker
+from mckpt.trainer import build, cpu, load, mamba, train, worker
 from tests.helpers.judge import Names, die_with, tear_down
 
 TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
@@ -208,7 +208,7 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     hybrid = getattr(args, "hybrid_layer_pattern", None)
     kind = "hybrid" if hybrid else "gpt"
     if "M" in (hybrid or ""):
-        local_modules.install_mamba()  # STUB: the kernels of mamba_ssm
+        mamba.install()  # STUB: the kernels of mamba_ssm
     config = getattr(argument_utils, f"{kind}_config_from_args")(args)
     result: dict[str, Any] = {"args": {name: getattr(args, name) for name in SHOWN}}
     if case["checkpoint"] is None:

@@ -5,7 +5,7 @@ What transformers saved goes to Megatron by mckpt. megatron.training of the whee
 (tests/helpers/stock.py) reads the launch line and builds HybridModel with the names of Transformer
 Engine. It stores every tensor under the names and shapes that mckpt wrote, loads them, computes
 transformers' logits, and saves what mckpt converts back bit for bit. Plain torch stands in for the
-kernels of Mamba-2 (mckpt/trainer/local_modules.py).
+kernels of Mamba-2 (mckpt/trainer/mamba.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Modules of local layer specs, for models that megatron-core 0.19 can build, run or train with
-Transformer Engine or mamba_ssm only: the layers of a HybridModel, and Mamba-2 layers in plain
-torch. `local_spec` has those that older versions need too, which cannot import this module.
+"""The layers of a HybridModel as local modules, because megatron-core has a spec of them for
+Transformer Engine only.
 
 The parameters have Transformer Engine's names and are cut like Transformer Engine's, in `torch`
 files too: stock Megatron-LM names and cuts them so whatever its args.transformer_impl.
-
-megatron-core computes Mamba-2 with the kernels of mamba_ssm alone, and reorders axes with einops.
-`install()` replaces the missing functions by those below. The scan takes one position after the
-other, as the definition of Mamba-2 does (arXiv 2405.21060, section 2), so it is slow.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -37,9 +31,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.multi_latent_attention import (
-    MLASelfAttentionSubmodules,
-)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -52,8 +44,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch.nn import functional as F
 
 from mckpt.trainer.local_spec import Attention, LatentAttention, Norm, normalise
 
@@ -285,98 +275,3 @@ def _to_sequential(module: Any, state: dict[str, Any], prefix: str, *others: Any
             state[f"{prefix}local_experts.{expert}.{linear}{kind}"] = state.pop(name)
         elif re.fullmatch(re.escape(prefix) + r"linear_fc[12]\._extra_state", name):
             del state[name]
-
-
-def install_mamba() -> None:
-    """Replaces the functions of mamba_ssm and einops that cannot run here. May be called again."""
-    # mypy takes these names for constants, and a replacement for an error
-    mixer: Any = mamba_mixer
-    parallel: Any = mamba_context_parallel
-    if not mixer.HAVE_EINOPS:
-        mixer.HAVE_EINOPS = parallel.HAVE_EINOPS = True
-        mixer.rearrange = rearrange
-    if not mixer.HAVE_MAMBA_SSM or not torch.cuda.is_available():
-        mixer.HAVE_MAMBA_SSM, mixer.MAMBA_HAS_STATE_DTYPE = True, False
-        mixer.mamba_split_conv1d_scan_combined = convolve_and_scan
-        mixer.ExtendedRMSNorm = GroupNorm
-
-
-def rearrange(x: torch.Tensor, pattern: str) -> torch.Tensor:
-    """Reorders the axes of a tensor as einops does. A `1` is an axis of that size, which goes."""
-    before, after = (side.split() for side in pattern.split("->"))
-    x = x.squeeze(before.index("1")) if "1" in before else x
-    before = [axis for axis in before if axis != "1"]
-    return x.permute([before.index(axis) for axis in after])
-
-
-def convolve_and_scan(
-    zxbcdt: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor,
-    dt_bias: torch.Tensor,
-    decay: torch.Tensor,
-    *,
-    D: torch.Tensor,  # the name in mamba_ssm
-    headdim: int,
-    ngroups: int,
-    **options: Any,
-) -> torch.Tensor:
-    """Returns the gated output of a Mamba-2, [batch, length, heads * headdim].
-
-    zxbcdt: [batch, length, z x B C dt], where z and x are [heads, headdim] and B and C are
-    [ngroups, state]. conv_weight: [x B C, kernel]. dt_bias, decay (negative) and D: [heads].
-    """
-    heads = len(decay)
-    width = heads * headdim
-    z, xbc, dt = zxbcdt.split([width, len(conv_weight), heads], dim=-1)
-    padded = F.pad(xbc.transpose(1, 2), (conv_weight.shape[1] - 1, 0))
-    convolved = F.conv1d(padded, conv_weight[:, None], conv_bias, groups=len(conv_weight))
-    state = (len(conv_weight) - width) // 2
-    x, b, c = F.silu(convolved).transpose(1, 2).float().split([width, state, state], dim=-1)
-    x = x.unflatten(-1, (heads, headdim))
-    b, c = (
-        each.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, dim=2)
-        for each in (b, c)
-    )
-    dt = F.softplus(dt.float() + dt_bias.float())
-    out = []
-    memory = x.new_zeros(len(x), heads, headdim, b.shape[-1])
-    for at in range(x.shape[1]):
-        step = dt[:, at, :, None, None]
-        taken = x[:, at, :, :, None] * b[:, at, :, None, :]
-        memory = torch.exp(step * decay.float()[:, None, None]) * memory + step * taken
-        out.append((memory * c[:, at, :, None, :]).sum(-1) + D.float()[:, None] * x[:, at])
-    y: torch.Tensor = torch.stack(out, dim=1).flatten(2) * F.silu(z.float())
-    return y.type_as(zxbcdt)
-
-
-class GroupNorm(torch.nn.Module):
-    """RMSNorm of each group of the gated output, computed in fp32 (mamba_ssm's RMSNormGated
-    without a gate). The tensor-parallel ranks hold whole groups.
-    """
-
-    tp_group: Any  # set by MambaMixer
-
-    def __init__(
-        self, width: int, *, eps: float, group_size: int, dtype: torch.dtype, **options: Any
-    ) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
-        self.eps, self.group_size = eps, group_size
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = x.float().unflatten(-1, (-1, self.group_size))
-        normed = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2)
-        return (normed * self.weight.float()).type_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> Any:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
