@@ -58,10 +58,24 @@ class Weight(NamedTuple):
     parameter: bool
     state: bool = False  # of an optimizer; other ranks may hold other elements of it
 
+    def detached(self) -> torch.Tensor:
+        """Returns it without its gradient."""
+        found: torch.Tensor = getattr(self.module, self.attribute).detach()
+        return found if found.is_contiguous() else _not_contiguous(self.name)
+
     def tensor(self) -> torch.Tensor:
         """Returns its elements as one axis."""
-        found: torch.Tensor = getattr(self.module, self.attribute).detach()
-        return found.reshape(-1) if found.is_contiguous() else _not_contiguous(self.name)
+        return self.detached().reshape(-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the sizes of its axes."""
+        return tuple(getattr(self.module, self.attribute).shape)
+
+    @property
+    def dtype(self) -> str:
+        """Returns the name of its dtype, such as bfloat16."""
+        return str(getattr(self.module, self.attribute).dtype).removeprefix("torch.")
 
     def bytes(self) -> torch.Tensor:
         """Returns its bytes as one axis."""
@@ -145,7 +159,10 @@ class Memory:
         if (flat := self._flat.get((number, dtype))) is None:
             import torch
 
-            flat = self._flat[number, dtype] = weight.tensor().view(getattr(torch, dtype))
+            wanted, flat = getattr(torch, dtype), weight.detached()
+            if flat.dtype is not wanted:
+                flat = flat.reshape(-1).view(wanted)
+            self._flat[number, dtype] = flat
         start = flat.storage_offset() + (place - weight.at) // itemsize(dtype)
         return flat.as_strided(shape, strides, start)
 

@@ -23,6 +23,8 @@ from mckpt.values.dtypes import itemsize
 if TYPE_CHECKING:
     import torch
 
+    from mckpt.live.memory import Memory
+
 
 class Move(NamedTuple):
     """A copy of elements. Strides are elements; starts are elements of the memory, but a place
@@ -35,6 +37,7 @@ class Move(NamedTuple):
     src_strides: tuple[int, ...]
     dst: int
     dst_strides: tuple[int, ...]
+    weight: int | None = None  # the number of the weight, if the copy reads all of it, in its shape
 
 
 class Run(NamedTuple):
@@ -86,13 +89,13 @@ def steps_of(
     bucket: Bucket,
     casts: Sequence[Cast],
     rank: int,
-    weight_of: Callable[[int], int],
+    memory: Memory,
     special: Callable[[Cast], bool],
 ) -> Steps:
     """Returns the work of a rank for a bucket.
 
-    weight_of: returns the number of the weight that has a place. special: of a cast, whether its
-    copies must be done one by one.
+    memory: of the weights of this rank. special: of a cast, whether its copies must be done one by
+    one.
     """
     receives = rank in bucket.to
     first, size = bucket.segments.get(rank, (0, 0))
@@ -119,7 +122,7 @@ def steps_of(
         dense = (copy.run, 1)
         width = itemsize(cast.source)
         src_strides = copy.src_pitch // width, copy.src_step // width
-        weight = weight_of(copy.src_at) if copy.rank in (rank, OWN) else 0
+        weight = memory.number(copy.src_at) if copy.rank in (rank, OWN) else 0
         width = itemsize(cast.target)
         at = copy.at // width
         if copy.rank == rank:
@@ -144,9 +147,9 @@ def steps_of(
     return Steps(
         buffer,
         made,
-        send.moves(),
-        own.moves(),
-        receive.moves(from_buffer=True),
+        send.moves(memory),
+        own.moves(memory),
+        receive.moves(),
         {memory: runs(views) for memory, views in tensors.items()},
     )
 
@@ -228,6 +231,18 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return (step == 1 or run == 1) and (pitch == run or rows == 1)
 
 
+def _in_shape(move: Move, cast: Cast, memory: Memory) -> Move:
+    """Returns a copy without gaps in the shape of its weight if it reads all of it. The weight then
+    needs no view, which would take longer than the copy of a small one.
+    """
+    number = memory.number(move.src)
+    weight = memory.weights[number]
+    nbytes = math.prod(move.shape) * itemsize(cast.source)
+    if (move.src, nbytes, cast.source) != (weight.at, weight.nbytes, weight.dtype):
+        return move
+    return move._replace(shape=weight.shape, dst_strides=row_major(weight.shape), weight=number)
+
+
 class _Lists:
     """Collects copies by their cast; those of neighbours become one."""
 
@@ -257,12 +272,17 @@ class _Lists:
         listed.append(Move(move.tensor, (count,), move.src, (1,), move.dst, (1,)))
         self.last = cast, weight
 
-    def moves(self, from_buffer: bool = False) -> list[Moves]:
-        """Returns the copies. Those without gaps are apart, because one kernel can do them all."""
+    def moves(self, memory: Memory | None = None) -> list[Moves]:
+        """Returns the copies. Those without gaps are apart, because one kernel can do them all.
+
+        memory: of the weights that they read; None if they read a buffer.
+        """
         found = []
-        for (cast, _, special), listed in self.found.items():
+        for (cast, flat, special), listed in self.found.items():
+            if memory is not None and flat and not special:
+                listed = [_in_shape(move, cast, memory) for move in listed]
             sources = [(i, m.shape, m.src_strides, m.src) for i, m in enumerate(listed)]
             targets = [(i, m.shape, m.dst_strides, m.dst) for i, m in enumerate(listed)]
-            of_sources = runs(sources) if from_buffer else []
+            of_sources = runs(sources) if memory is None else []
             found.append(Moves(cast, not special, listed, of_sources, runs(targets)))
         return found

@@ -16,7 +16,7 @@ from mckpt.live.buckets import Bucket, Buckets, Tensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release
 from mckpt.live.settings import refuse_other_settings
-from mckpt.live.steps import Moves, Run, Steps, even_rooms, steps_of
+from mckpt.live.steps import Move, Moves, Run, Steps, even_rooms, steps_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.quantisation import LARGEST
 from mckpt.values.sizes import parse_size
@@ -110,9 +110,8 @@ class Sync:
         casts = self._plan.joined.casts
         # whether a value may not fit into its dtype, which all ranks learn at the end
         self._checks = bool(quantize) or any(self._overflows(cast) for cast in casts)
-        weight_of = self.memory.number
         self._steps = [
-            steps_of(bucket, casts, self.rank, weight_of, self._is_special)
+            steps_of(bucket, casts, self.rank, self.memory, self._is_special)
             for bucket in self._plan.listed
         ]
         self._steps = even_rooms(self._steps, self._plan.most)
@@ -239,18 +238,28 @@ class Sync:
         for cast, several, moves, sources, targets in listed:
             wanted = _views(target.view(getattr(torch, cast.target)), targets)
             if source is None:
-                view = self.memory.view
-                given = [view(m.src, cast.source, m.shape, m.src_strides) for m in moves]
+                given = self._weights(moves, cast.source)
             else:
                 given = _views(source.view(getattr(torch, cast.source)), sources)
             if several:
-                torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
+                with torch.no_grad():
+                    torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
             for m, place, values in zip(moves, wanted, given, strict=True):
                 place.copy_(_shifted(values, cast))
                 if self._overflows(cast):
                     flag = (place.isinf() & values.isfinite()).any()
                     self._bad.append((bucket.tensors[m.tensor].name, flag))
+
+    def _weights(self, moves: list[Move], dtype: str) -> list[torch.Tensor]:
+        """Returns the elements of weights that copies read: the weight itself if they are all."""
+        weights, view = self.memory.weights, self.memory.view
+        return [
+            view(move.src, dtype, move.shape, move.src_strides)
+            if move.weight is None
+            else getattr(weights[move.weight].module, weights[move.weight].attribute)
+            for move in moves
+        ]
 
     def _tensors(self, sent: _Sent) -> Iterator[Any]:
         """Waits for a bucket, and yields its tensors if this rank receives them."""
