@@ -168,7 +168,7 @@ class _Model(ModelDescription):
 
     @cached_property
     def mapping(self) -> MappingFile:
-        recorded = self.files.manifest.get("mapping", {}).get("name")
+        recorded = self.files.manifest.get("mapping", {}).get("name", "")
         if recorded in mapping.names("megatron"):
             return mapping.load("megatron", recorded, self.options.mapping)
         keys = map(_weight_key, self.files.opened.keys())
@@ -473,7 +473,7 @@ def _same(
         source[name_of(name, A, places[name, layer, expert]).format(layer=layer, expert=expert)]
         for name in names
     ]
-    first = read[0].numpy() if len(read) > 1 else None
+    first = read[0].numpy()
     return all(
         one.shape == read[0].shape
         and one.dtype == read[0].dtype

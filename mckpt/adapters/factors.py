@@ -159,14 +159,14 @@ def placed(layout: Layout, modules: Iterable[Module], members: Mapping[Place, Me
                     if (found := _of_member(piece, side, member)) is not None:
                         pieces.append(found)
             alike.setdefault(tuple(pieces), []).append(row)
-        for pieces, rows in alike.items():
+        for held, rows in alike.items():
             index = np.array(rows)
             where = (column[index] for column in (s.layer, s.expert, s.file, s.at))
             layer, expert, file, place = where
             stored.append(
                 replace(
                     s,
-                    pieces=pieces,
+                    pieces=held,
                     layer=layer,
                     expert=expert,
                     file=file,
@@ -224,6 +224,6 @@ def weights_in(layout: Layout) -> dict[Place, int]:
     for s in layout.stored:
         for name in {p.tensor for p in s.pieces if ":" in p.tensor}:
             weight, _, rank = parts_of(name)
-            for at in zip(s.layer.tolist(), s.expert.tolist(), strict=True):
-                found[(weight, *at)] = rank
+            for layer, expert in zip(s.layer.tolist(), s.expert.tolist(), strict=True):
+                found[weight, layer, expert] = rank
     return found

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mckpt.adapters.fitting import Fit, Part, Place, fit
@@ -30,6 +31,11 @@ class Merging:
 
     adapter: PeftAdapter
     fitted: Fit
+
+    @property
+    def path(self) -> Path:
+        """Returns the directory of the adapter."""
+        return self.adapter.path
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with the products that are added to its pieces."""
@@ -98,8 +104,8 @@ def merged(layout: Layout, fitted: Fit, adapter: PeftAdapter) -> Layout:
         raise SourceError.of(f"{adapter.path}: changes tensors that the base does not have:", names)
     for s in _replacing(layout, fitted, adapter, first):
         place = (s.pieces[0].tensor, int(s.layer[0]), int(s.expert[0]))
-        changed = place in fitted.parts
-        stored += _changed(s, fitted._replace(whole={}), adapter, first) if changed else [s]
+        added = place in fitted.parts
+        stored += _changed(s, fitted._replace(whole={}), adapter, first) if added else [s]
     return replace(layout, files=[*layout.files, *adapter.files], stored=stored)
 
 
@@ -129,12 +135,13 @@ def _changed(s: Stored, fitted: Fit, adapter: PeftAdapter, first: int) -> list[S
         place = (piece.tensor, *instances[0])
         boxes = [fitted.whole[place][0]] if place in fitted.whole else []
         parts = () if boxes else fitted.parts.get(place, ())
+        parts_of = [fitted.parts.get((piece.tensor, *at), ()) for at in instances]
         for number, part in enumerate(parts):
             if (inner := _within(piece, part.box)) is None:
                 continue
             words = [
-                _product(s, row, inner, fitted.parts[(piece.tensor, *at)][number], first).words()
-                for row, at in enumerate(instances)
+                _product(s, row, inner, own[number], first).words()
+                for row, own in enumerate(parts_of)
             ]
             added[len(pieces)] = np.array(words, "i8").reshape(len(s), ROWS, WIDTH)
             pieces.append(inner)
@@ -173,7 +180,7 @@ def _product(s: Stored, row: int, piece: Piece, part: Part, first: int) -> Produ
     if down < along:  # the buffer has the columns one after the other
         (down, along), (left, right) = (along, down), (right.turned, left.turned)
         skipped.reverse()
-    return Product(at, down, along, *skipped, part.rank, part.scale, left, right)
+    return Product(at, down, along, skipped[0], skipped[1], part.rank, part.scale, left, right)
 
 
 def _replacing(layout: Layout, fitted: Fit, adapter: PeftAdapter, first: int) -> Iterable[Stored]:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 class Merging(Protocol):
     """Something that is added to the weights of a checkpoint while they are read: an adapter."""
 
+    @property
+    def path(self) -> Path:
+        """Returns the directory of the adapter."""
+
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with the products that are added to its pieces."""
 

@@ -197,16 +197,17 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
         index = np.array([index_of[r, int(i), 0] for i in np.arange(len(layers)) - part])
         dtype, scales = dtype_of(b.rule, kinds), None
         if scheme and quantises(request, b):
-            others = [
+            scales_at, whole_at = (
                 np.array([index_of.get((r, i, n), 0) for i in range(len(layers))])
                 for n in (SCALES, WHOLE)
-            ]
+            )
             list_of = schema().quantised[plain(b.rule.of[0])]
             scales = target_scales(
                 scheme,
                 (shape[0], shape[1]),
                 placed.at[index],
-                *((placed.file[one], placed.at[one]) for one in others),
+                (placed.file[scales_at], placed.at[scales_at]),
+                (placed.file[whole_at], placed.at[whole_at]),
                 (list_of << INSTANCE) + (layers.astype("i8") << INSTANCE // 2) + experts,
             )
         nbytes = math.prod(shape) * dtypes.itemsize(dtype)

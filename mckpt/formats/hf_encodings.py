@@ -163,7 +163,7 @@ def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
             "weight_block_size": list(WRITTEN[name].block),
             "modules_to_not_convert": sorted(kept),
         }
-    common = {"type": "float", "symmetric": True}
+    common: dict[str, Any] = {"type": "float", "symmetric": True}
     weights: dict[str, Any] = {**common, "dynamic": False, "observer": "memoryless_minmax"}
     activations = None
     if name == "mxfp8":
@@ -175,7 +175,11 @@ def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
         group = {"num_bits": 4, "strategy": "tensor_group", "group_size": NV_BLOCK}
         group |= {"scale_dtype": scales, "zp_dtype": scales}
         form = "nvfp4-pack-quantized"
-    quantised = {"targets": ["Linear"], "weights": {**weights, **group}, "format": form}
+    quantised: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {**weights, **group},
+        "format": form,
+    }
     quantised |= {"input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -325,7 +329,8 @@ def _scheme(group: dict[str, Any], form: Any) -> Scheme | str:
             return f"strategy {strategy!r}, group_size {size!r}, block_structure {structure!r}"
     # The values of other forms are computed in the dtype of the scales, and only those of bfloat16
     # and float32 are those that mckpt computes.
-    codes, dtypes, whole, overall = "", ("bfloat16", "float32"), "", ALONE
+    dtypes: tuple[str, ...] = "bfloat16", "float32"
+    codes, whole, overall = "", "", ALONE
     match form, weights.get("type"), weights.get("num_bits"):
         case "pack-quantized", "int", 4:
             encoding, codes = INT4, "_packed"

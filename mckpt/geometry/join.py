@@ -134,7 +134,7 @@ def join(source: Layout, target: Layout) -> Joined:
             row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
-                held = []
+                held: list[tuple[list[Piece], int | None]] = []
                 for i in (i for i in s.added if s.pieces[i].tensor == name):
                     held.append(([s.pieces[i]], sum(map(len, grids))))
                     grids.append(s.added[i].reshape(-1, adding.WIDTH))

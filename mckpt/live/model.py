@@ -279,7 +279,7 @@ def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the args of Megatron-LM that are plain values, and those that are dtypes of torch, as
     a checkpoint stores them.
     """
-    out = {}
+    out: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, _PLAIN) or (
             isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value)

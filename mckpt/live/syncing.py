@@ -125,7 +125,8 @@ class Sync:
         for tensor in (tensor for bucket in self._plan.listed for tensor in bucket.tensors):
             dtype, shape = tensor.dtype, tensor.whole
             if (scheme := self.scheme) is not None and tensor.quantised:
-                dtype, kind, grid = scheme.encoding.dtype, scheme.dtypes[0], scheme.grids(shape)[0]
+                dtype, kind = scheme.encoding.dtype, scheme.dtypes[0]
+                grid = scheme.grids((shape[0], shape[1]))[0]
                 found[tensor.name + scheme.scales] = getattr(torch, kind), grid
             found[tensor.name] = getattr(torch, dtype), shape
         return found

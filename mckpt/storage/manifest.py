@@ -32,12 +32,17 @@ class _Source(TypedDict, total=False):
     iteration: int
 
 
+class _Mapping(TypedDict, total=False):
+    name: str
+
+
 class Manifest(TypedDict, total=False):
     """The entries of a manifest that mckpt reads. Other entries are for people."""
 
     plan: str  # digest of all that decides the output
     read: str  # the state of the source
     source: _Source
+    mapping: _Mapping
     family: str  # named by the user
     mapping_file: _MappingFile
     form: str
@@ -45,6 +50,7 @@ class Manifest(TypedDict, total=False):
     casts: list[str]
     inexact: dict[str, str]
     carried: dict[str, Any]
+    adapter: dict[str, Any]
     dropped: list[str]
     files: dict[str, Recorded]
     hf: dict[str, Recorded]  # the files in DST/hf

@@ -51,7 +51,8 @@ def run(
     points.cast(model, job["casts"], set(job["uncast"]))
     keep("rounded", model)
     for index, arrays in enumerate(found):
-        np.savez(Path(job["out"]) / f"adapter.{index}.npz", **arrays)
+        named: dict[str, Any] = dict(arrays)  # numpy types the names as its own options
+        np.savez(Path(job["out"]) / f"adapter.{index}.npz", **named)
 
 
 def adapted(model: Any, directory: str) -> Any:

@@ -88,10 +88,10 @@ class Product(NamedTuple):
     @classmethod
     def of(cls, words: np.ndarray) -> Product:
         """Returns the product of its numbers, [ROWS, WIDTH]."""
-        *place, scale = words.ravel()[:7].tolist()
-        factors = words.ravel()[7:17].tolist()
+        at, down, along, row, column, rank, scale, *factors = words.ravel()[:17].tolist()
         value = float(np.int64(scale).view("f8"))
-        return cls(*place, value, Factor(*factors[:5]), Factor(*factors[5:]))
+        left, right = Factor(*factors[:5]), Factor(*factors[5:])
+        return cls(at, down, along, row, column, rank, value, left, right)
 
 
 def add(

@@ -291,7 +291,7 @@ def _run(
     }
     if left.merging is not None:
         base = _as_transformers_reads_it(replace(left, merging=None), work, "base")
-        given = {"adapter": str(left.merging.adapter.path), "base": str(base)}
+        given = {"adapter": str(left.merging.path), "base": str(base)}
         reference |= given | {"stored": most_dtype(left)}
     if left.mapping.head:  # transformers runs the causal language model around the same decoder
         without = list(left.mapping.form({}).carried)

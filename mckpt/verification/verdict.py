@@ -171,7 +171,7 @@ def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks:
     if again := runs.facts.get("measured_again"):
         facts["measured_again"] = again
     if (merging := pair.left.merging) and (measured := measure_adapter(runs)):
-        facts["adapter"] = {"path": str(merging.adapter.path), **measured}
+        facts["adapter"] = {"path": str(merging.path), **measured}
     facts |= {
         "points": measure_points(runs, positions.counted),
         "tokens": {
