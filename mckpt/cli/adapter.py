@@ -72,8 +72,9 @@ def _write_merged(
     """Writes the weights of a base with an adapter."""
     sizes = shared.parallel_sizes(options)
     if target_format is None:
-        kept = formats.kept_or_default(source.format) if source.is_megatron else source.format
-        target_format = formats.MEGATRON if any(sizes.values()) and kept == "hf" else kept
+        target_format = formats.HUGGING_FACE
+        if source.is_megatron or any(sizes.values()):
+            target_format = formats.kept_or_default(source.format)
     to_megatron = formats.FORMATS[target_format].megatron
     if any(sizes.values()) and not to_megatron:
         raise UsageError(

@@ -260,9 +260,9 @@ CONFIGS = {
     "rope_scaling of a number": (config(rope_scaling=0), 4, ("rope_scaling is 0", "an object")),
     "half of a surrogate pair": (config(model_type="\ud800"), 3, (CONFIG, "JSON")),
     "rope_scaling unknown": (
-        config(rope_scaling={"rope_type": "yarn", "factor": 4}),
+        config(rope_scaling={"rope_type": "longrope", "factor": 4}),
         4,
-        ("'yarn'",),
+        ("'longrope'",),
     ),
     "rope_scaling half": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
