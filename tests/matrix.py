@@ -5,8 +5,8 @@
 
 Each judge adds its results to the file that JUDGED names, so that file must not exist before. The
 second command keeps the worst result of each kind in docs/judged.json, and writes both tables from
-it. Results of a judge that has none in the file, such as Megatron-Bridge, which is slow, stay.
-Without a file it only writes the tables again.
+it. Other results stay: those of judges and models that did not run. Without a file it only writes
+the tables again.
 """
 
 from __future__ import annotations
@@ -214,9 +214,16 @@ def write(results: list[Row]) -> None:
 
 
 def joined(new: list[Row], old: list[Row]) -> list[Row]:
-    """Returns new results, and the old ones of judges that have no new ones."""
-    again = {result["judge"] for result in new}
-    return new + [result for result in old if result["judge"] not in again]
+    """Returns new results, and the old ones that no new one of the same judge, model, dialect,
+    format and minor version of megatron-core replaces.
+    """
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return (*(row[k] for k in KEYS[:-1]), *_version(row["megatron_core"])[:2])
+
+    again = {key(row) for row in new}
+    both = new + [row for row in old if key(row) not in again]
+    return sorted(both, key=lambda row: tuple(row[k] for k in KEYS))
 
 
 if __name__ == "__main__":

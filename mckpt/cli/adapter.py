@@ -96,7 +96,7 @@ def _write_merged(
 @shared.family_options
 @json_option
 def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> None:
-    """Print what an adapter of PEFT, or those of a Megatron checkpoint, consist of."""
+    """Print the parts of an adapter, or of a checkpoint of them."""
     from mckpt.adapters import converting, peft
     from mckpt.formats import places
 
@@ -191,7 +191,7 @@ def to_megatron(
 @shared.family_options
 @shared.conversion_options
 def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
-    """Write the adapters of a Megatron checkpoint as a directory of PEFT."""
+    """Write adapters of Megatron as a directory of PEFT."""
     from mckpt.adapters import converting
 
     source, _ = converting.of_megatron(src, shared.source_options(options), alpha)
@@ -219,7 +219,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 def reshard(
     src: Path, dst: Path, alpha: float | None, target_format: str | None, **options: Any
 ) -> None:
-    """Change the sizes or the format of a Megatron checkpoint of adapters."""
+    """Change the sizes or the format of adapters of Megatron."""
     from mckpt.adapters import converting
 
     source, names = converting.of_megatron(src, shared.source_options(options), alpha)
