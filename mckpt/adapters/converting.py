@@ -108,6 +108,11 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint) -> AdapterCheckpoint:
             names,
             "Merge the adapter with `mckpt adapter merge` instead.",
         )
+    if fitted.has_magnitudes:
+        raise UsageError(
+            f"{adapter.path}: is DoRA (lora_magnitude_vector), which mckpt does not write for"
+            " Megatron-Bridge; merge the adapter with `mckpt adapter merge` instead"
+        )
     scales = {part.scale for parts in fitted.parts.values() for part in parts}
     if len(scales) > 1:
         listed = [f"{one.module}: rank {one.rank}, scale {one.scale:g}" for one in fitted.adapted]

@@ -8,12 +8,13 @@ from typing import NamedTuple
 from mckpt.adapters.peft import PeftAdapter, rules, without_inside
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
+from mckpt.formats.hf_config import ADAPTER
 from mckpt.geometry.box import Box
 from mckpt.geometry.packing import Packed
 from mckpt.mapping import Bound
 from mckpt.mapping.schema import nearest
 from mckpt.values import dtypes
-from mckpt.values.adding import FACTORS, Factor
+from mckpt.values.adding import COLUMN_WISE, FACTORS, NO_AXIS, ROW_WISE, Factor, Segment
 
 Place = tuple[str, int, int]  # of a logical tensor: template, layer, expert
 
@@ -29,6 +30,9 @@ class Part(NamedTuple):
     scale: float
     left: Factor
     right: Factor
+    axis: int = NO_AXIS  # of the box that has magnitudes (DoRA)
+    magnitudes: Factor | None = None  # [n, 1], n: the size of the axis
+    segments: tuple[Segment, ...] = ()  # of the box in the base's files, if it has magnitudes
 
 
 class Adapted(NamedTuple):
@@ -47,14 +51,21 @@ class Fit(NamedTuple):
     whole: Mapping[Place, tuple[Box, int]]  # what replaces a tensor: its box, and the stored row
     adapted: Sequence[Adapted]
 
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the products have magnitudes, which all have or none has."""
+        return any(part.magnitudes for parts in self.parts.values() for part in parts)
+
 
 def fit(adapter: PeftAdapter, names: Names) -> Fit:
     """Returns the logical tensors that an adapter changes.
 
     names: those of the base as a Hugging Face directory. Raises SourceError with every tensor of
-    the adapter that does not fit.
+    the adapter that does not fit, or that has values which are not finite.
     """
-    return _Fitting(adapter, names).fit()
+    fitted = _Fitting(adapter, names).fit()
+    adapter.check_finite()
+    return fitted
 
 
 class _Stored(NamedTuple):
@@ -108,12 +119,19 @@ class _Fitting:
     def _add(self, stored: str, rows: Mapping[str, int]) -> None:
         """Adds the factors of one module; raises _Misfit if they do not fit the base."""
         first = self._shown(next(iter(rows.values())))
-        if other := rows.keys() - {"a", "b"}:
-            row = rows[min(other)]
-            kind = "DoRA" if min(other) == "magnitude" else "a bias of the factor B"
-            raise _Misfit(f"{self._shown(row)}: is of {kind}, which mckpt does not compute")
-        if rows.keys() != {"a", "b"}:
+        if "bias" in rows:
+            raise _Misfit(
+                f"{self._shown(rows['bias'])}: is of a bias of the factor B, which mckpt does not"
+                " compute"
+            )
+        if not {"a", "b"} <= rows.keys():
             raise _Misfit(f"{first}: one of the two factors A and B is missing")
+        dora = bool(self.adapter.config.get("use_dora"))
+        if dora != ("magnitude" in rows):
+            raise _Misfit(
+                f"{first}: use_dora is {str(dora).lower()} in {ADAPTER[0]}, and the module has"
+                f" {'no' if dora else 'a'} lora_magnitude_vector"
+            )
         module = without_inside(stored)
         a, b = (self._factor(rows[role]) for role in "ab")
         key = f"{module}.weight"
@@ -131,9 +149,16 @@ class _Fitting:
                     f" [{out}, r]"
                 )
             left, right = (a.factor.turned, b.factor.turned) if embedding else (b.factor, a.factor)
-            self._adapt(module, [key], rank, [(left, right)])
+            # PEFT takes the lengths of the columns of an embedding [vocab, hidden]
+            axis = NO_AXIS if not dora else COLUMN_WISE if embedding else ROW_WISE
+            vector = self._magnitudes(rows["magnitude"], key, shape, axis) if dora else None
+            self._adapt(module, [key], rank, [(left, right)], axis, vector)
             return
         for name, keys, shape, experts in self._parameters(module):
+            if dora:
+                raise _Misfit(
+                    f"{first}: has DoRA for a parameter of all experts, which PEFT does not have"
+                )
             (out, into), rank = shape, a.shape[0] // experts
             if a.shape[0] % experts or a.shape[0] != b.shape[1]:
                 continue
@@ -158,6 +183,20 @@ class _Fitting:
         kind = FACTORS.index(entry.dtype)
         return _Matrix(entry.shape, Factor(entry.file, entry.at, down, along, kind))
 
+    def _magnitudes(self, row: int, key: str, shape: tuple[int, ...], axis: int) -> Factor:
+        """Returns the stored magnitudes of a weight as [n, 1]; raises _Misfit if they do not fit.
+
+        shape: of the weight. axis: that has magnitudes.
+        """
+        entry, wanted = self.adapter.entries.entry(row), shape[axis - ROW_WISE]
+        if entry.shape != (wanted,) or entry.dtype not in FACTORS:
+            raise _Misfit(
+                f"{self._shown(row)}: holds {entry.dtype}, and the base's {key} is {list(shape)},"
+                f" so it must be [{wanted}] of {', '.join(FACTORS)}"
+            )
+        step = entry.strides[0] if entry.strides else 1
+        return Factor(entry.file, entry.at, step, 1, FACTORS.index(entry.dtype))
+
     def _packed(self, key: str) -> Packed:
         """Returns the whole matrix with this key, without its axis of experts."""
         return packed(self.base[key][0].bound.rule, self.scope)
@@ -180,11 +219,18 @@ class _Fitting:
                 yield name, keys, (rows, shapes[0][1]), int(self.scope["num_experts"])
 
     def _adapt(
-        self, module: str, keys: list[str], rank: int, factors: list[tuple[Factor, Factor]]
+        self,
+        module: str,
+        keys: list[str],
+        rank: int,
+        factors: list[tuple[Factor, Factor]],
+        axis: int = NO_AXIS,
+        magnitudes: Factor | None = None,
     ) -> None:
         """Adds the products of a module.
 
-        factors: left and right of each expert, or of the one matrix.
+        factors: left and right of each expert, or of the one matrix. axis, magnitudes: of the one
+        matrix.
         """
         scale = self.adapter.scale(module, rank)
         for number, (left, right) in enumerate(factors):
@@ -194,28 +240,39 @@ class _Fitting:
                 stored = self.base[named]
                 one = stored[number if len(stored) > 1 else 0]
                 whole = packed(one.bound.rule, self.scope)
-                self._place(one, whole, _moved(left, above), right, rank, scale)
+                whole_part = Part(
+                    Box((0, 0), whole.shape),
+                    rank,
+                    scale,
+                    _moved(left, above),
+                    right,
+                    axis,
+                    magnitudes,
+                )
+                self._place(one, whole, whole_part)
                 above += whole.shape[0]
         self.adapted.append(Adapted(module, tuple(keys), rank, scale))
 
-    def _place(
-        self,
-        stored: _Stored,
-        whole: Packed,
-        left: Factor,
-        right: Factor,
-        rank: int,
-        scale: float,
-    ) -> None:
+    def _place(self, stored: _Stored, whole: Packed, product: Part) -> None:
         """Adds the product for one matrix of the base to each logical tensor in it."""
         rule = stored.bound.rule
         layers, experts = stored.bound.instances()
         layer, expert = int(layers[stored.number]), int(experts[stored.number])
         for member, box, at, step in whole.placed:
-            rows = _moved(left, at[0])._replace(down=left.down * step)
-            columns = _moved(right.turned, at[1]).turned
+            rows = _every(product.left, at[0], step)
+            columns = _moved(product.right.turned, at[1]).turned
+            magnitudes = product.magnitudes
+            if magnitudes is not None:
+                across = COLUMN_WISE - product.axis
+                if box.shape[across] != whole.shape[across]:
+                    raise _Misfit(
+                        f"{rule.of[member]}: is a part of the rows to which DoRA gives a length,"
+                        " which mckpt does not compute"
+                    )
+                first, each = (at[0], step) if product.axis == ROW_WISE else (at[1], 1)
+                magnitudes = _every(magnitudes, first, each)
             self.parts.setdefault((rule.of[member], layer, expert), []).append(
-                Part(box, rank, scale, rows, columns)
+                product._replace(box=box, left=rows, right=columns, magnitudes=magnitudes)
             )
 
     def _replace(self, key: str, row: int) -> None:
@@ -271,6 +328,11 @@ def _moved(factor: Factor, rows: int) -> Factor:
     """Returns the factor from a row on."""
     size = dtypes.itemsize(FACTORS[factor.dtype])
     return factor._replace(at=factor.at + rows * factor.down * size)
+
+
+def _every(factor: Factor, first: int, step: int) -> Factor:
+    """Returns every `step`-th row of a factor from a row on."""
+    return _moved(factor, first)._replace(down=factor.down * step)
 
 
 def _of_expert(

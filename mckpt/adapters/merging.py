@@ -5,8 +5,9 @@ adapter. They are computed when they are read; see values/adding.py.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,15 @@ from mckpt.formats.base import Names
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.values.adding import ROWS, WIDTH, Product
+from mckpt.values.adding import (
+    COLUMN_WISE,
+    FACTORS,
+    ROW_WISE,
+    WIDTH,
+    Factor,
+    Product,
+    Segment,
+)
 from mckpt.values.dtypes import itemsize
 
 Source = TypeVar("Source", bound=Checkpoint)
@@ -49,6 +58,7 @@ class Merging:
             "config": hashlib.sha256(text.encode()).hexdigest(),
             "modules": len(self.fitted.adapted),
             "replaced": len(self.fitted.whole),
+            **({"dora": True} if self.fitted.has_magnitudes else {}),
         }
 
 
@@ -78,6 +88,9 @@ def merged(layout: Layout, fitted: Fit, adapter: PeftAdapter) -> Layout:
     Each stored tensor is cut into those that the adapter changes and the others.
     """
     first = len(layout.files)
+    replacing = list(_replacing(layout, fitted, adapter, first))
+    if fitted.has_magnitudes:
+        fitted = _with_segments(layout.stored, replacing, fitted)
     stored: list[Stored] = []
     seen: set[Place] = set()
     for s in layout.stored:
@@ -102,7 +115,7 @@ def merged(layout: Layout, fitted: Fit, adapter: PeftAdapter) -> Layout:
     if lost := sorted({*fitted.parts, *fitted.whole} - seen):
         names = [name.format(layer=layer, expert=expert) for name, layer, expert in lost]
         raise SourceError.of(f"{adapter.path}: changes tensors that the base does not have:", names)
-    for s in _replacing(layout, fitted, adapter, first):
+    for s in replacing:
         place = (s.pieces[0].tensor, int(s.layer[0]), int(s.expert[0]))
         added = place in fitted.parts
         stored += _changed(s, fitted._replace(whole={}), adapter, first) if added else [s]
@@ -143,7 +156,9 @@ def _changed(s: Stored, fitted: Fit, adapter: PeftAdapter, first: int) -> list[S
                 _product(s, row, inner, own[number], first).words()
                 for row, own in enumerate(parts_of)
             ]
-            added[len(pieces)] = np.array(words, "i8").reshape(len(s), ROWS, WIDTH)
+            longest = max(map(len, words))
+            words = [one + [0] * (longest - len(one)) for one in words]
+            added[len(pieces)] = np.array(words, "i8").reshape(len(s), -1, WIDTH)
             pieces.append(inner)
         pieces += _beyond(piece, [*boxes, *(part.box for part in parts)])
     if not pieces:
@@ -177,10 +192,59 @@ def _product(s: Stored, row: int, piece: Piece, part: Part, first: int) -> Produ
     left, right = (f._replace(file=f.file + first) for f in (part.left, part.right))
     at = int(s.at[row]) + piece.start * itemsize(s.stored_as)
     down, along = piece.strides
-    if down < along:  # the buffer has the columns one after the other
+    if turned := down < along:  # the buffer has the columns one after the other
         (down, along), (left, right) = (along, down), (right.turned, left.turned)
         skipped.reverse()
-    return Product(at, down, along, skipped[0], skipped[1], part.rank, part.scale, left, right)
+    row_of, column_of = skipped
+    product = Product(at, down, along, row_of, column_of, part.rank, part.scale, left, right)
+    if part.magnitudes is None:
+        return product
+    magnitudes = part.magnitudes._replace(file=part.magnitudes.file + first)
+    axis = ROW_WISE + COLUMN_WISE - part.axis if turned else part.axis
+    return product._replace(axis=axis, magnitudes=magnitudes, segments=part.segments)
+
+
+def _with_segments(base: Iterable[Stored], replacing: Iterable[Stored], fitted: Fit) -> Fit:
+    """Returns the same adapter, in which each product with magnitudes knows where the whole weight
+    is stored.
+
+    replacing: tensors of the adapter that replace those of the base.
+    """
+    segments: dict[tuple[Place, int], list[Segment]] = {}
+    kept = (one for one in _placed(base) if one[0] not in fitted.whole)
+    for place, s, row, piece in itertools.chain(kept, _placed(replacing)):
+        for number, part in enumerate(fitted.parts.get(place, ())):
+            if (inner := _within(piece, part.box)) is not None:
+                found = segments.setdefault((place, number), [])
+                found.append(_segment(s, row, inner, part))
+    return fitted._replace(
+        parts={
+            place: [
+                part._replace(segments=tuple(segments.get((place, number), ())))
+                for number, part in enumerate(several)
+            ]
+            for place, several in fitted.parts.items()
+        }
+    )
+
+
+def _placed(stored: Iterable[Stored]) -> Iterator[tuple[Place, Stored, int, Piece]]:
+    """Yields each piece of stored tensors with its place and the number of its stored tensor."""
+    for s in stored:
+        instances = zip(s.layer.tolist(), s.expert.tolist(), strict=True)
+        for row, (layer, expert) in enumerate(instances if not s.replica else ()):
+            for piece in s.pieces:
+                yield (piece.tensor, layer, expert), s, row, piece
+
+
+def _segment(s: Stored, row: int, piece: Piece, part: Part) -> Segment:
+    """Returns a piece of one stored tensor as a segment of a product's box."""
+    skipped = [a - b for a, b in zip(piece.box.offset, part.box.offset, strict=True)]
+    at, shape = int(s.at[row]) + piece.start * itemsize(s.stored_as), piece.box.shape
+    stored = Factor(int(s.file[row]), at, *piece.strides, FACTORS.index(s.stored_as))
+    if part.axis == ROW_WISE:
+        return Segment(stored, *skipped, *shape)
+    return Segment(stored.turned, *reversed(skipped), *reversed(shape))
 
 
 def _replacing(layout: Layout, fitted: Fit, adapter: PeftAdapter, first: int) -> Iterable[Stored]:

@@ -16,11 +16,17 @@ from mckpt.errors import SourceError
 from mckpt.formats import places
 from mckpt.formats.hf_config import ADAPTER, parse_config
 from mckpt.formats.hf_files import read_bin
+from mckpt.geometry.box import row_major
+from mckpt.lazy import numpy as np
 from mckpt.mapping.nodes import Node, parse
 from mckpt.mapping.schema import FOLDER
+from mckpt.storage.descriptors import pread
+from mckpt.storage.files import opened
+from mckpt.values.adding import FACTORS, Factor
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 ROLES = ("a", "b", "magnitude", "bias")  # of a tensor of an adapter
+BLOCK_NUMEL = 1 << 20  # values that are checked at a time
 LARGEST_ALPHA = float(2**31)  # so that scales are finite in float32
 
 
@@ -50,7 +56,7 @@ def _pattern(text: str) -> str:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """The adapter in a directory of PEFT, of which only the headers are read.
+    """The adapter in a directory of PEFT. Opening it reads only the headers.
 
     Keys are those of the base: without the prefix of PEFT.
     """
@@ -80,6 +86,38 @@ class PeftAdapter:
             )
         alpha = self._by_pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def check_finite(self) -> None:
+        """Reads all factors and magnitudes. Raises SourceError with each that has a value which is
+        not finite in float32.
+        """
+        found = []
+        for row in (row for rows in self.modules.values() for row in rows.values()):
+            entry = self.entries.entry(row)
+            if entry.dtype not in FACTORS or len(entry.shape) > 2:
+                continue
+            rows, columns = (*entry.shape, 1, 1)[:2]
+            down, along = (*(entry.strides or row_major(entry.shape)), 1, 1)[:2]
+            matrix = Factor(entry.file, entry.at, down, along, FACTORS.index(entry.dtype))
+            step = max(1, BLOCK_NUMEL // max(1, columns))
+            with opened(self.files[entry.file]) as fd, np.errstate(over="ignore"):
+                read = functools.partial(_read, fd)
+                for first in range(0, rows, step):
+                    values = matrix.block(first, min(step, rows - first), 0, columns, read)
+                    if not (finite := np.isfinite(values)).all():
+                        i, j = np.argwhere(~finite)[0].tolist()
+                        place = [first + i, j][: len(entry.shape)]
+                        found.append(
+                            f"{self.key(row)} {list(entry.shape)}: {place} is {values[i, j]}"
+                        )
+                        break
+        if found:
+            raise SourceError.of(
+                f"{self.path}: has tensors with values that are not finite in float32, with which"
+                " all weights of their rows or columns would not be finite either:",
+                found,
+                "The training diverged or the file is damaged; take an earlier save of it.",
+            )
 
     def show(self) -> dict[str, Any]:
         """Returns what `mckpt adapter inspect` prints."""
@@ -115,6 +153,11 @@ class PeftAdapter:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return value
         return default
+
+
+def _read(fd: int, file: int, at: int, nbytes: int) -> bytes:
+    """Returns bytes of an open file; `file` is its number."""
+    return pread(fd, nbytes, at)
 
 
 def is_adapter(path: Path) -> bool:

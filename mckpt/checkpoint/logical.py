@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mckpt.errors import SourceError, counted
+from mckpt.errors import SourceError, UsageError, counted
 from mckpt.geometry.box import (
     Box,
     Layout,
@@ -26,7 +26,7 @@ from mckpt.geometry.box import (
 from mckpt.lazy import numpy as np
 from mckpt.storage import descriptors
 from mckpt.storage.files import opened
-from mckpt.values.adding import Product, add
+from mckpt.values.adding import Lengths, Product, ZeroRow, add
 from mckpt.values.dtypes import cast, itemsize, numpy_dtype, shift
 from mckpt.values.quantisation import Grid, dequantise
 
@@ -185,7 +185,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self._layout, self._lengths = layout, Lengths()
         self._stored: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
         self._order: dict[str, tuple[str, int, int]] = {}
         rows = []
@@ -300,7 +300,14 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
             if product is not None:
                 values, target = rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype))
-                add(product, values, target, at, m.src_pitch * size, m.src_step * size, read)
+                where = at, m.src_pitch * size, m.src_step * size
+                try:
+                    add(product, values, target, *where, read, self._lengths)
+                except ZeroRow as e:
+                    raise UsageError(
+                        f"{into.tensor.format(layer=s.layer[row], expert=s.expert[row])}:"
+                        f" {self._layout.files[int(s.file[row])]}: {e}"
+                    ) from None
             elif s.scales:
                 grid = Grid(*s.scales.grids[row].tolist())._replace(phase=phase)
                 target = to.view(numpy_dtype(s.dtype))

@@ -130,10 +130,11 @@ def facts_of(
 
 def _merge_notes(merges: Mapping[str, Any]) -> list[str]:
     """Returns a note on the adapter that is merged. merges: its entry in the manifest."""
+    magnitudes = ", each row gets the length of its magnitude (DoRA)" * merges.get("dora", False)
     replaced = f"; {counted(merges['replaced'], 'tensor')} of it replace the base's"
     return [
         f"an adapter of {counted(merges['modules'], 'module')} is merged: its products are added in"
-        f" float32, and each sum is rounded once{replaced * bool(merges['replaced'])}"
+        f" float32{magnitudes}, and each sum is rounded once{replaced * bool(merges['replaced'])}"
     ]
 
 

@@ -76,6 +76,7 @@ class Mover:
     allow_overflow: bool
     write: Callable[[int, memoryview, int, str], None] = write_at
     measured: Measured = field(default_factory=Measured)
+    lengths: adding.Lengths = field(default_factory=adding.Lengths)
 
     def move(
         self, work: Work, number: int, memory: memoryview, check: Callable[[], None]
@@ -130,14 +131,13 @@ class Mover:
     def _factors(self, c: Copy) -> set[int]:
         """Returns the numbers of the files that hold the scales or the factors of a copy."""
         if self.casts[c.cast].adapted:
-            product = self.product(c)
-            return {product.left.file, product.right.file}
+            return self.product(c).files
         return set(self.grid(c).files)
 
     def product(self, c: Copy) -> adding.Product:
         """Returns the product that a copy adds to the elements of its source."""
         assert self.grids is not None, "copies add products, and no table was given"
-        return adding.Product.of(self.grids[c.grid : c.grid + adding.ROWS])
+        return adding.Product.of(self.grids[c.grid :])
 
     def grid(self, c: Copy) -> Grid:
         """Returns the scales of a scaled copy's source."""
@@ -369,7 +369,10 @@ class _SlabCopy:
 
         where = c.src_at + row * c.src_pitch, c.src_pitch, c.src_step
         if c.cast != SAME and self.mover.casts[c.cast].adapted:
-            adding.add(self.mover.product(c), src, out, *where, read)
+            try:
+                adding.add(self.mover.product(c), src, out, *where, read, self.mover.lengths)
+            except adding.ZeroRow as e:
+                raise Overflow(c.tensor, f"{self.mover.sources.paths[c.src_file]}: {e}") from None
         else:
             dequantise(self.mover.grid(c), src, out, *where, read)
 

@@ -95,7 +95,7 @@ class Stored:
     rounded_from: str | None = None
     carried: bool = False  # no mapping describes it: its bytes are copied and never cast
     # number of a piece -> the product that is added to it (values/adding.py), as an array of
-    # [stored tensors, ROWS, WIDTH]: the weights of a model with an adapter
+    # [stored tensors, rows of a product, WIDTH]: the weights of a model with an adapter
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

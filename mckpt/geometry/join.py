@@ -121,7 +121,8 @@ def join(source: Layout, target: Layout) -> Joined:
     number = {name: i * layers * experts for i, name in enumerate(names)}
     casts: dict[Cast, int] = {}
     grids = [np.empty((0, len(Grid._fields)), "i8")]
-    holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None]]] = {}
+    # the last two: the first row of `grids`, and the rows of each stored tensor
+    holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None, int]]] = {}
     for s in source.stored:
         if not s.replica and len(s):
             first = None
@@ -134,14 +135,14 @@ def join(source: Layout, target: Layout) -> Joined:
             row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
-                held: list[tuple[list[Piece], int | None]] = []
+                held: list[tuple[list[Piece], int | None, int]] = []
                 for i in (i for i in s.added if s.pieces[i].tensor == name):
-                    held.append(([s.pieces[i]], sum(map(len, grids))))
+                    held.append(([s.pieces[i]], sum(map(len, grids)), s.added[i].shape[1]))
                     grids.append(s.added[i].reshape(-1, adding.WIDTH))
                 if plain := [p for i, p in enumerate(s.pieces) if p in pieces and i not in s.added]:
-                    held.append((plain, first))
-                for some, start in held:
-                    holders.setdefault(name, []).append((s, some, row_of, start))
+                    held.append((plain, first, 1))
+                for some, start, each_has in held:
+                    holders.setdefault(name, []).append((s, some, row_of, start, each_has))
     parts = []
     for t in target.stored:
         ids = _ids(t, experts)
@@ -150,7 +151,7 @@ def join(source: Layout, target: Layout) -> Joined:
             quantised = sum(map(len, grids))
             grids.append(t.scales.grids)
         for name, wanted in _by_name(t).items():
-            for s, pieces, row_of, first in holders.get(name, ()):
+            for s, pieces, row_of, first, each_has in holders.get(name, ()):
                 adapted = bool(s.added) and first is not None
                 pairs = ((p, w) for p in pieces for w in wanted)
                 found = [m for p, w in pairs for m in (by_axes if adapted else moves)(p, w)]
@@ -176,7 +177,7 @@ def join(source: Layout, target: Layout) -> Joined:
                     part["rows"], part["run"] = m.rows, m.run
                     part["grid"] = UNSCALED
                     if adapted:
-                        part["grid"] = first + adding.ROWS * rows
+                        part["grid"] = first + each_has * rows
                     elif first is not None:
                         part["grid"] = first + phase * len(s) + rows
                     elif quantised is not None:

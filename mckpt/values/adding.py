@@ -5,6 +5,14 @@
 The factors are converted to float32, `scale` multiplies `left`, and the product is added to the
 weight in float32 (float64 for a weight of float64). The sum is rounded once, to the dtype of the
 target.
+
+With DoRA (https://huggingface.co/papers/2402.09353), a vector of magnitudes gives each row of the
+sums its length:
+
+    value of (r, c) = sum of (r, c) * (magnitude[r] / length of row r of the sums)
+
+So one element depends on a whole row of the weight, whose parts may lie in several files. They are
+read and summed again for the lengths, once for each block of rows: `Lengths` keeps the results.
 """
 
 from __future__ import annotations
@@ -20,8 +28,14 @@ from mckpt.values.quantisation import Grid
 # all of them take no more memory than quantisation.scratch counts for a tile
 CHUNK = 64 << 10
 # one product takes ROWS rows of a table with WIDTH columns, which is that of the grids (geometry/
-# join.py)
+# join.py), and one row more for each of its segments
 ROWS, WIDTH = 2, len(Grid._fields)
+# rows whose lengths are computed together: few enough that threads share the work, and so many that
+# the factor `right` is read rarely
+BLOCK = 512
+KEPT = 4 << 20  # lengths that are kept, of 4 bytes
+# which axis of a product has magnitudes: none, or a magnitude for each row, or for each column
+NO_AXIS, ROW_WISE, COLUMN_WISE = range(3)
 FACTORS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that a factor can have
 
 Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> a buffer of those bytes
@@ -41,12 +55,14 @@ class Factor(NamedTuple):
         """The transpose."""
         return self._replace(down=self.along, along=self.down)
 
-    def block(self, row: int, rows: int, column: int, columns: int, read: Read) -> np.ndarray:
-        """Returns [rows, columns] of the matrix from (row, column) on, in float32."""
+    def block(
+        self, row: int, rows: int, column: int, columns: int, read: Read, kind: str = "f4"
+    ) -> np.ndarray:
+        """Returns [rows, columns] of the matrix from (row, column) on, in the dtype `kind`."""
         dtype, wide = numpy_dtype(FACTORS[self.dtype]), itemsize(FACTORS[self.dtype])
         if self.down < self.along:
-            return self.turned.block(column, columns, row, rows, read).T
-        out = np.empty((rows, columns), "f4")
+            return self.turned.block(column, columns, row, rows, read, kind).T
+        out = np.empty((rows, columns), kind)
         span = (columns - 1) * self.along + 1
         near = self.down < 2 * span  # then the bytes between the rows are few
         step = rows if near else 1
@@ -60,6 +76,18 @@ class Factor(NamedTuple):
                 writeable=False,
             )
         return out
+
+
+class Segment(NamedTuple):
+    """A part of a weight with magnitudes, from element (row, column) of the weight on. The weight
+    is turned, if necessary, so that each row has a magnitude.
+    """
+
+    part: Factor
+    row: int
+    column: int
+    rows: int
+    columns: int
 
 
 class Product(NamedTuple):
@@ -78,20 +106,122 @@ class Product(NamedTuple):
     scale: float
     left: Factor
     right: Factor
+    axis: int = NO_AXIS  # of the product that has the magnitudes
+    magnitudes: Factor = Factor(0, 0, 0, 0, 0)  # [n, 1]
+    segments: tuple[Segment, ...] = ()  # the whole weight, if it has magnitudes
+
+    @property
+    def files(self) -> set[int]:
+        """The numbers of the files that have the factors, and what the lengths of rows need."""
+        magnitudes = {self.magnitudes.file} if self.axis != NO_AXIS else set()
+        return {self.left.file, self.right.file, *magnitudes, *(s.part.file for s in self.segments)}
 
     def words(self) -> list[int]:
-        """Returns the numbers of `of`, [ROWS * WIDTH]."""
+        """Returns the numbers of `of`, [(ROWS + segments) * WIDTH]."""
         place = [self.at, self.down, self.along, self.row, self.column, self.rank]
         words = [*place, int(np.float64(self.scale).view("i8")), *self.left, *self.right]
-        return words + [0] * (ROWS * WIDTH - len(words))
+        words += [self.axis, *self.magnitudes, len(self.segments)]
+        words += [0] * (ROWS * WIDTH - len(words))
+        for part, *box in self.segments:
+            words += [*part, *box] + [0] * (WIDTH - len(part) - len(box))
+        return words
 
     @classmethod
     def of(cls, words: np.ndarray) -> Product:
-        """Returns the product of its numbers, [ROWS, WIDTH]."""
-        at, down, along, row, column, rank, scale, *factors = words.ravel()[:17].tolist()
-        value = float(np.int64(scale).view("f8"))
-        left, right = Factor(*factors[:5]), Factor(*factors[5:])
-        return cls(at, down, along, row, column, rank, value, left, right)
+        """Returns the product of its numbers, which start at the first row of [rows, WIDTH]."""
+        at, down, along, row, column, rank, scale, *more = words[:ROWS].ravel()[:24].tolist()
+        left, right, magnitudes = Factor(*more[:5]), Factor(*more[5:10]), Factor(*more[11:16])
+        axis, count = more[10], more[16]
+        segments = words[ROWS : ROWS + count].tolist()
+        return cls(
+            at,
+            down,
+            along,
+            row,
+            column,
+            rank,
+            float(np.int64(scale).view("f8")),
+            left,
+            right,
+            axis,
+            magnitudes,
+            tuple(Segment(Factor(*one[:5]), *one[5:9]) for one in segments),
+        )
+
+
+class ZeroRow(Exception):
+    """A row of sums is zero, so no magnitude can give it a length."""
+
+
+class Lengths:
+    """Computes the numbers that multiply the rows of sums with magnitudes, and keeps them.
+
+    It belongs to the files of one layout. Several threads can use it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, int], np.ndarray] = {}
+        self._count = 0
+
+    def of(self, product: Product, first: int, count: int, read: Read) -> np.ndarray:
+        """Returns magnitude / length of `count` rows from `first` on, in float32.
+
+        Raises ZeroRow.
+        """
+        near = product.segments[0].part
+        # down the file, lengths are computed for all rows at once
+        end = max(s.row + s.rows for s in product.segments)
+        block = BLOCK if near.down >= near.along else end
+        found = []
+        for number in range(first // block, -(-(first + count) // block)):
+            key = product.magnitudes.file, product.magnitudes.at, number
+            if (one := self._kept.get(key)) is None:
+                low, high = number * block, min(end, (number + 1) * block)
+                one = _lengths(product, low, high - low, read)
+                if self._count > KEPT:
+                    self._kept, self._count = {}, 0
+                self._kept[key] = one
+                self._count += len(one)
+            found.append(one)
+        skipped = first % block
+        return np.concatenate(found)[skipped : skipped + count]
+
+
+def _lengths(product: Product, first: int, count: int, read: Read) -> np.ndarray:
+    """Returns magnitude / length of rows of sums in float32. The squares are added in float64."""
+    left, right, rank = product.left, product.right, product.rank
+    if product.axis == COLUMN_WISE:
+        left, right = right.turned, left.turned
+    total = np.zeros(count, "f8")
+    for part, row, column, num_rows, num_columns in product.segments:
+        low, high = max(first, row), min(first + count, row + num_rows)
+        if low >= high:
+            continue
+        kind = "f8" if itemsize(FACTORS[part.dtype]) == 8 else "f4"
+        most = max(1, CHUNK // rank)
+        if part.down >= part.along:
+            width = min(num_columns, most)
+            height = max(1, min(high - low, CHUNK // max(width, rank)))
+        else:
+            height = min(high - low, most)
+            width = max(1, min(num_columns, CHUNK // max(height, rank)))
+        for c in range(0, num_columns, width):
+            columns = min(width, num_columns - c)
+            beside = np.ascontiguousarray(right.block(0, rank, column + c, columns, read))
+            for r in range(low, high, height):
+                rows = min(height, high - r)
+                sums = (left.block(r, rows, 0, rank, read) * np.float32(product.scale)) @ beside
+                sums = sums + part.block(r - row, rows, c, columns, read, kind)
+                at = slice(r - first, r - first + rows)
+                total[at] += np.einsum("ij,ij->i", sums, sums, dtype="f8")
+    if not total.all():
+        axis = "row" if product.axis == ROW_WISE else "column"
+        raise ZeroRow(
+            f"{axis} {first + int(np.argmin(total))} of the weight with the adapter's product is"
+            " zero, and DoRA divides by its length, so PEFT computes NaN; train the adapter again"
+        )
+    magnitudes = product.magnitudes.block(first, count, 0, 1, read, "f8")[:, 0]
+    return np.asarray(magnitudes / np.sqrt(total), "f4")
 
 
 def add(
@@ -102,11 +232,12 @@ def add(
     pitch: int,
     step: int,
     read: Read,
+    lengths: Lengths,
 ) -> None:
     """Fills `out` [m, n], of any float dtype, with the sums of `weights` [m, n] and the product.
 
     weights[i, j] is the element at byte at + i * pitch + j * step of its file. One axis goes along
-    the product's rows, the other down its columns.
+    the product's rows, the other down its columns. Raises ZeroRow.
     """
     item = weights.itemsize
     start, pitch, step = (at - product.at) // item, pitch // item, step // item
@@ -118,6 +249,11 @@ def add(
     row, column = start // product.down, start % product.down // product.along
     row, column, rank = row + product.row, column + product.column, product.rank
     wide = "f8" if 8 in (item, out.itemsize) else "f4"
+    times: list[np.ndarray | None] = [None, None]  # of the rows, of the columns
+    if product.axis == ROW_WISE:
+        times[0] = lengths.of(product, row, (m - 1) * down + 1, read)[::down, None]
+    elif product.axis == COLUMN_WISE:
+        times[1] = lengths.of(product, column, (n - 1) * along + 1, read)[::along]
     for cols in range(0, n, width := max(1, min(n, CHUNK // rank))):
         num = min(width, n - cols)
         right = product.right.block(0, rank, column + cols * along, (num - 1) * along + 1, read)
@@ -129,7 +265,15 @@ def add(
             left = product.left.block(first, (count - 1) * down + 1, 0, rank, read)[::down]
             sums = (left * np.float32(product.scale)) @ right
             part = slice(rows, rows + count), slice(cols, cols + num)
-            _add_and_round(weights[part], sums.astype(wide, copy=False), out[part])
+            sums = sums.astype(wide, copy=False)
+            if product.axis == NO_AXIS:
+                _add_and_round(weights[part], sums, out[part])
+                continue
+            sums += weights[part]
+            for each, some in zip(times, part, strict=True):
+                if each is not None:
+                    sums *= each[some]
+            np.copyto(out[part], sums, casting="unsafe")
 
 
 def _add_and_round(weights: np.ndarray, sums: np.ndarray, out: np.ndarray) -> None:

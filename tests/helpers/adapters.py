@@ -77,6 +77,21 @@ def factors(
     return made
 
 
+def magnitudes(base: Path, made: Arrays) -> Arrays:
+    """Returns factors with the magnitudes of DoRA, which differ from those that PEFT starts with:
+    the lengths of the rows of the base's weights, and of the columns of an embedding.
+    """
+    stored, out = weights(base), dict(made)
+    for key in made:
+        module, _, end = key.removeprefix(PREFIX).partition(".lora_")
+        if end.startswith(("A.", "embedding_A")):
+            weight = stored[f"{module}.weight"].astype(np.float32)
+            lengths = np.linalg.norm(weight, axis=0 if "embedding" in end else 1)
+            times = 1 + np.abs(drawn(f"{module} m", lengths.shape))
+            out[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths * times
+    return out
+
+
 def embedding(module: str, shape: tuple[int, int], rank: int = 4) -> Arrays:
     """Returns the factors of an embedding [vocab, hidden], which PEFT stores as [r, vocab] and
     [hidden, r].
@@ -164,7 +179,10 @@ def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
         weight[expert] += factor.T if "lora_embedding" in key else factor
         magnitude = stored.get(f"{module}.lora_magnitude_vector")
         if magnitude is not None:
-            weight[expert] *= (magnitude / np.linalg.norm(weight[expert], axis=1))[:, None]
+            columns = "lora_embedding" in key  # PEFT scales the columns of an embedding
+            lengths = np.linalg.norm(weight[expert], axis=0 if columns else 1)
+            times = magnitude / lengths
+            weight[expert] *= times if columns else times[:, None]
     for key, array in stored.items():
         if ".lora_" not in key:
             plain = key.replace(".base_layer", "")

@@ -62,6 +62,21 @@ def product(stored: Mapping[str, np.ndarray], module: str, scale: float) -> np.n
     return np.asarray(scale * (b @ a))
 
 
+def with_magnitudes(stored: dict[str, np.ndarray], modules: Iterable[str]) -> dict[str, np.ndarray]:
+    """Adds random magnitudes (DoRA) to the factors of modules, and returns all of them."""
+    drawn = np.random.RandomState(9)
+    for module in modules:
+        rows = stored[f"{PREFIX}{module}.lora_B.weight"].shape[0]
+        stored[f"{PREFIX}{module}.lora_magnitude_vector"] = 1 + drawn.rand(rows).astype("f4")
+    return stored
+
+
+def scaled(stored: Mapping[str, np.ndarray], module: str, sums: np.ndarray) -> np.ndarray:
+    """Returns sums [out, in] whose rows have the lengths of a module's magnitudes, in float64."""
+    magnitudes = stored[f"{PREFIX}{module}.lora_magnitude_vector"].astype("f8")
+    return np.asarray(sums * (magnitudes / np.sqrt((sums**2).sum(1)))[:, None])
+
+
 def apart(got: np.ndarray, weight: np.ndarray, added: np.ndarray) -> float:
     """Returns the largest difference of a merged weight from the exact sum, less the error of sums
     in float32, in units of the last place of the weight's dtype. One rounding makes it 0.5.

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 import mckpt
 from mckpt import mapping
+from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import lora
@@ -255,6 +256,30 @@ def test_adapters_that_are_not_computed(config: Any, words: str, tmp_path: Path)
     stored = lora.factors(weights, lora.matrices(weights)[:1])
     adapter = lora.save(tmp_path / "adapter", stored, **config)
     refused(3, words, args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"))
+
+
+def test_factors_that_are_not_finite(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    up, q = "model.layers.0.mlp.up_proj", "model.layers.2.self_attn.q_proj"
+    stored = lora.factors(weights, [up, q, "model.layers.1.mlp.down_proj"])
+    stored[f"{lora.PREFIX}{up}.lora_B.weight"][70, 3] = np.nan
+    stored[f"{lora.PREFIX}{q}.lora_A.weight"][1, 30] = -np.inf
+    stored = {key: array.astype(ml_dtypes.bfloat16) for key, array in stored.items()}
+    stored[f"{lora.PREFIX}{q}.lora_B.weight"] = np.full((192, 4), 1e39, "f8")
+    adapter = lora.save(tmp_path / "adapter", stored)
+    words = (
+        f"{up}.lora_B.weight [72, 4]: [70, 3] is nan",
+        f"{q}.lora_A.weight [4, 32]: [1, 30] is -inf",
+        f"{q}.lora_B.weight [192, 4]: [0, 0] is inf",
+    )
+    out = tmp_path / "out"
+    for args in (
+        ("adapter", "merge", QWEN3, adapter, out),
+        ("adapter", "to-megatron", adapter, QWEN3, out),
+    ):
+        assert refused(3, *words, args=args, untouched=out).count("  - ") == 3
+    with pytest.raises(SourceError, match="is nan"):
+        mckpt.open(QWEN3, adapter=adapter)
 
 
 def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
