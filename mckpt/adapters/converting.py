@@ -200,6 +200,13 @@ def of_megatron(
     shown = files.opened.show(None).tensors
     # the stages of a pipeline may have different layers
     keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())
+    end = rules()["megatron"]["magnitude"]
+    if any(key.endswith(end) for key in keys):
+        raise UsageError(
+            f"{files.opened.root}: its adapters are DoRA ({end}), which mckpt does not read from"
+            " Megatron; continue with them in Megatron-Bridge, or train DoRA with PEFT, whose"
+            " directory `mckpt adapter merge` takes"
+        )
     ranks = {shape[-1] for key, _, shape, _ in shown if key.endswith("linear_out.weight")}
     if not ranks:
         raise SourceError(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt.adapters.peft import rules
 from mckpt.errors import UsageError
 from mckpt.values import adding
 from tests.helpers import lora
@@ -141,6 +142,24 @@ def test_megatron_bridge_gets_none(tmp_path: Path) -> None:
     adapter_of(QWEN3, tmp_path / "adapter", ["model.layers.0.mlp.up_proj"])
     args = ("adapter", "to-megatron", tmp_path / "adapter", QWEN3, tmp_path / "out")
     refused(2, "is DoRA", "mckpt adapter merge", args=args, untouched=tmp_path / "out")
+
+
+def test_those_of_megatron_bridge_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = [m for m in lora.matrices(lora.tensors(QWEN3)) if m.endswith("o_proj")]
+    lora.save(tmp_path / "adapter", lora.factors(lora.tensors(QWEN3), modules))
+    with monkeypatch.context() as patch:
+        patch.setitem(rules()["megatron"]["factors"], "b", "weight_magnitude")
+        good("adapter", "to-megatron", tmp_path / "adapter", QWEN3, tmp_path / "megatron")
+    megatron, out = tmp_path / "megatron", tmp_path / "out"
+    for args in (
+        ("adapter", "to-hf", megatron, out),
+        ("adapter", "reshard", megatron, out, "--target-tp", 2),
+        ("adapter", "merge", QWEN3, megatron, out),
+        ("megatron-to-hf", megatron, out),
+    ):
+        refused(2, "its adapters are DoRA", args=args, untouched=out)
 
 
 def test_a_row_of_zeros_has_no_length(tmp_path: Path) -> None:
