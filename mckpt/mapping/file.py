@@ -130,6 +130,8 @@ class MappingFile(NamedTuple):
     nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
     # of a family: parts of the names of published files, and what transformers 5 has in their place
     memory: Mapping[str, str] = {}
+    # of a family: values of config.json with which transformers computes the published model
+    verify: Mapping[str, Any] = {}
     registration: Registration = Registration()  # the order of the parameters of a dialect
     head: str = ""  # its name in heads.yaml, where that describes the model
 

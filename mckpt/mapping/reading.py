@@ -60,6 +60,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "placeholders": list,
     "nested": list,
     "memory": Node,
+    "verify": Node,
     "specs": list,
     "registration": Node,
     "logical": Node,
@@ -391,6 +392,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         specs=tuple(root.get("specs") or ()),
         nested=tuple(root.get("nested") or ()),
         memory=dict(root.get("memory") or {}),
+        verify=dict(root.get("verify") or {}),
         registration=read_registration(root.get("registration") or {}, problems),
     )
     if of_user:

@@ -9,8 +9,8 @@ weights that were not cast), and of the further sequences that are tried while s
 reached: vocab_size, length, and instead (pairs of a token that must not occur and the one to take).
 With an adapter also adapter (its directory), base (the directory without it; hf has the merged
 weights) and stored (the dtype of the base's weights), for mckpt/trainer/unmerged.py.
-For a model around the decoder of a causal language model also head: whether that one's output layer
-is tied, and carried, the patterns of tensors that it does not have.
+Also config, the values that transformers takes in place of those of config.json, and carried, the
+patterns of tensors that the causal language model around the same decoder does not have.
 
 It writes OUT/reference.json (the sequences, the probe and the versions), OUT/reference.{i}.npz (for
 each position of sequence i the states of `points`), and OUT/logits.{i}.npy (fp32 logits [seq,
@@ -48,8 +48,8 @@ def main(job: dict[str, Any]) -> None:
     out, sequences = Path(job["out"]), [list(s) for s in job["sequences"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if "adapter" in job:
-        unmerged.run(load(job["base"], "float32", device, job.get("head")), job, logits, reordered)
-    model = load(job["hf"], "float32", device, job.get("head"))
+        unmerged.run(load(job["base"], "float32", device, job), job, logits, reordered)
+    model = load(job["hf"], "float32", device, job)
     points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
     watch(model, recorder, [parts.split() for parts in job["parts"]])
@@ -70,7 +70,7 @@ def main(job: dict[str, Any]) -> None:
     gc.collect()
     if job["dtype"] != "float32":
         dtype = job["dtype"] if len(job["casts"]) < 2 else "float32"
-        model = load(job["hf"], dtype, device, job.get("head"))
+        model = load(job["hf"], dtype, device, job)
         # The last cast gives the dtype, and the casts before it change values too.
         if len(job["casts"]) > 1:
             points.cast(model, job["casts"], set(job["uncast"]))
@@ -96,13 +96,11 @@ def main(job: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------- the model
 
 
-def load(
-    directory: str, dtype: str, device: torch.device, head: dict[str, Any] | None = None
-) -> Any:
+def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) -> Any:
     """Loads the model with transformers, with eager attention. Raises SourceError if a tensor is
     missing, left over or of another shape.
 
-    head: as in job.json.
+    job: the content of job.json, of which `config` and `carried` are used.
 
     If accelerate is installed, a model larger than the GPU is spread over all GPUs and the host,
     and one larger than memory over the disk too.
@@ -114,8 +112,6 @@ def load(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     placed: dict[str, Any] = {}
-    carried = head["carried"] if head else []
-    tied = {"tie_word_embeddings": True} if head and head["tied"] else {}
     files = [*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]
     nbytes = sum(path.stat().st_size for path in files) * (2 if dtype == "float32" else 1)
     spreads = device.type == "cuda" and importlib.util.find_spec("accelerate")
@@ -131,14 +127,14 @@ def load(
         output_loading_info=True,
         trust_remote_code=False,
         **placed,
-        **tied,
+        **job["config"],
     )
     model, found = loaded
     last = model.config.get_text_config().num_hidden_layers
     found["unexpected_keys"] = [
         key
         for key in found["unexpected_keys"]
-        if not _behind(key, last) and not any(fnmatch(key, pattern) for pattern in carried)
+        if not _behind(key, last) and not any(fnmatch(key, pattern) for pattern in job["carried"])
     ]
     wrong = [f"{kind}: {', '.join(map(str, keys))}" for kind, keys in found.items() if keys]
     if wrong:

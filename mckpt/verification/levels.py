@@ -288,14 +288,17 @@ def _run(
         "uncast": subjects[0].uncast,
         # without the layers of multi-token prediction, which neither model runs
         "parts": left.dims["layer_parts"][: left.dims["num_layers"]],
+        "config": dict(left.mapping.verify),
+        "carried": [],
     }
     if left.merging is not None:
         base = _as_transformers_reads_it(replace(left, merging=None), work, "base")
         given = {"adapter": str(left.merging.path), "base": str(base)}
         reference |= given | {"stored": most_dtype(left)}
     if left.mapping.head:  # transformers runs the causal language model around the same decoder
-        without = list(left.mapping.form({}).carried)
-        reference["head"] = {"tied": left.dims["tied"], "carried": without}
+        reference["carried"] = list(left.mapping.form({}).carried)
+        if left.dims["tied"]:
+            reference["config"]["tie_word_embeddings"] = True
     options.tell(f"transformers computes the logits of {len(sequences)} sequences on {device}")
     launching.launch("mckpt.trainer.reference", reference, work, device)
 

@@ -215,12 +215,8 @@ def file_of(dialect: str) -> MappingFile:
 
 
 def apart(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the dims that differ; mamba_min_step is transformers' alone."""
-    return {
-        n: (wanted[n], found[n])
-        for n in wanted
-        if n != "mamba_min_step" and not mapping.equal(wanted[n], found[n])
-    }
+    """Returns the dims that differ."""
+    return {n: (wanted[n], found[n]) for n in wanted if not mapping.equal(wanted[n], found[n])}
 
 
 def published(path: Path) -> dict[str, Any]:
@@ -231,7 +227,7 @@ def published(path: Path) -> dict[str, Any]:
 
 def exact_models(name: str) -> dict[str, dict[str, Any]]:
     """Returns the dims of the published configs whose models the dialect computes without a
-    difference, except in the smallest time step of a Mamba-2.
+    difference.
     """
     dialect = mapping.load("megatron", name)
     program = {
@@ -241,11 +237,7 @@ def exact_models(name: str) -> dict[str, dict[str, Any]]:
         "format": "torch_dist",
     }
     every = {path.stem: published(path) for path in sorted((ROOT / "configs").glob("*.json"))}
-    return {
-        model: dims
-        for model, dims in every.items()
-        if not dialect.inexact(dims, program).keys() - {"mamba_min_step"}
-    }
+    return {model: dims for model, dims in every.items() if not dialect.inexact(dims, program)}
 
 
 @pytest.mark.parametrize("dialect", ["gpt", "hybrid"])

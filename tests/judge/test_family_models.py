@@ -300,17 +300,51 @@ def test_groups_that_rank_by_other_scores_are_refused(work: Path, made: Path) ->
 
 
 def test_a_smallest_time_step_is_refused(work: Path, made: Path) -> None:
-    """As in every published Nemotron-H: transformers takes no step below 0.001."""
+    """A published Nemotron-H has time_step_min 0.001, which bounds no step, and no limit."""
     model = work / "stepped"
     shutil.copytree(made / "nemotron_h", model)
-    changed = made_models.config("nemotron_h") | {"time_step_min": 0.001}
-    (model / "config.json").write_text(json.dumps(changed))
+    config = made_models.config("nemotron_h") | {"time_step_min": 0.001}
+    (model / "config.json").write_text(json.dumps(config))
+    mckpt.plan(model, work / "planned", format="torch")
+    limits = {"time_step_limit": [0.0, 0.5]}
+    (model / "config.json").write_text(json.dumps(config | limits))
+    with pytest.raises(MappingError, match="no largest time step"):
+        mckpt.plan(model, work / "refused", format="torch")
+    limits = {"time_step_limit": [0.001, float("inf")]}
+    (model / "config.json").write_text(json.dumps(config | limits))
     with pytest.raises(MappingError, match="--allow-inexact mamba_min_step"):
         mckpt.plan(model, work / "refused", format="torch")
     wanted = {"format": "torch", "allow_inexact": ["mamba_min_step"], "parallel": Parallel(tp=2)}
     mckpt.plan(model, work / "accepted-steps", **wanted).run()
     mckpt.plan(work / "accepted-steps", work / "stepped-again", format="hf").run()
     assert not mckpt.diff(model, work / "stepped-again")
+
+
+def test_transformers_bounds_no_time_step_for_verify(work: Path, made: Path) -> None:
+    import torch
+
+    from mckpt.trainer import reference
+
+    def logits(**values: float) -> Any:
+        job = {"config": values, "carried": []}
+        model = reference.load(str(made / "nemotron_h"), "float32", torch.device("cpu"), job)
+        return reference.logits(model, [3, 1, 4, 1, 5])
+
+    unbounded, given = logits(), mapping.load("hf", "nemotron_h").verify
+    assert torch.equal(logits(**given), unbounded)
+    assert (logits(time_step_min=0.3) - unbounded).abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION < [0, 19], reason="older ones do not load this model")
+def test_verify_passes_a_model_with_a_smallest_time_step(work: Path, made: Path) -> None:
+    """Without the value that its family gives to transformers, the logits are apart by 6."""
+    model = work / "bounded"
+    shutil.copytree(made / "nemotron_h", model)
+    config = made_models.config("nemotron_h") | {"time_step_min": 0.3}
+    (model / "config.json").write_text(json.dumps(config))
+    mckpt.plan(model, work / "bounded-megatron", format="torch").run()
+    assert mckpt.verify(model, work / "bounded-megatron", sequences=1).verdict == "pass"
 
 
 def test_experts_with_biases_are_refused_above_etp_1(tmp_path: Path, made: Path) -> None:
