@@ -108,28 +108,29 @@ class _Command(click.Command):
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-")
             given = next((f for f in flags if own_name(f.lstrip("-")) == name), error.option_name)
-            text = f"No such option '{given}': {self._hint(name, ctx.find_root().command)}"
+            text = f"No such option '{given}': {self._hint(name, ctx)}"
             raise click.NoSuchOption(given, text, ctx=ctx) from None
 
-    def _hint(self, name: str, program: click.Command) -> str:
+    def _hint(self, name: str, ctx: click.Context) -> str:
         """Returns what a user may want who gave the unknown option `name`."""
+        called, program = ctx.command_path, ctx.find_root().command
         ours = {flag.lstrip("-") for p in self.params for flag in p.opts}
         short = name.removeprefix("target-").removeprefix("source-")
         for other in (short, f"target-{short}"):
             if other in ours and not name.startswith("source-"):
-                return f"mckpt {self.name} calls it --{other}"
+                return f"{called} calls it --{other}"
         if short in SYNONYMS.values():
-            return f"mckpt {self.name} reads a checkpoint at the sizes that it has"
+            return f"{called} reads a checkpoint at the sizes that it has"
         if meant := _MEANT.get(name.replace("_", "-")):
             return meant
         others = program.commands.items() if isinstance(program, click.Group) else ()
         having = [other for other, one in others for p in one.params if f"--{name}" in p.opts]
         if having:
-            return f"mckpt {self.name} has none; these commands have it: {', '.join(having)}"
+            return f"{called} has none; these commands have it: {', '.join(having)}"
         from difflib import get_close_matches
 
         near = get_close_matches(name, ours, 1, 0.7)
-        return f"did you mean --{near[0]}?" if near else f"mckpt {self.name} --help lists all"
+        return f"did you mean --{near[0]}?" if near else f"{called} --help lists all"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

@@ -36,12 +36,14 @@ _NAMES = (
         r"\.(to_wrap|adapter)\.",
         "Tensors named `adapter` are those of a LoRA in Megatron, and `to_wrap` are the weights to"
         " which it is added: `mckpt megatron-to-hf SRC DST` writes the adapter as a directory of"
-        " PEFT, and with --merge the weights with the adapter.",
+        " PEFT, and with --merge the weights with the adapter; `mckpt adapter` reshards and merges"
+        " adapters that were saved without the weights.",
     ),
     (
         _LORA.pattern,
-        "These are names of a PEFT adapter and of the weights below it. mckpt converts whole"
-        " weights: save the model that `merge_and_unload()` of PEFT returns, and convert it.",
+        "These are names of a PEFT adapter and of the weights below it. Save the model that"
+        " `merge_and_unload()` of PEFT returns, and convert it; or save the adapter alone, and let"
+        " `mckpt adapter merge` add it to the weights.",
     ),
     (
         r"^module\.",

@@ -111,6 +111,7 @@ def test_wrong_usage_exits_with_2(src, tmp_path):
         ("hf-to-megatron --load a --save b", "are arguments without a name"),
         ("hf-to-megatron a b --like c", "these commands have it: megatron-to-hf, reshard,"),
         ("inspect a --frobnicate", "mckpt inspect --help lists all"),
+        ("adapter to-hf a b --frobnicate", "mckpt adapter to-hf --help lists all"),
         ("inspect a --jsn", "did you mean --json?"),
         ("mappings shwo a", "did you mean show?"),
         ("hf-to-megatron fixtures/tiny-qwen3 b --set layers=1", "the nearest names are num_layers"),
