@@ -41,9 +41,10 @@ from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
+from mckpt.mapping.schema import MAGNITUDE
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
-from mckpt.values.adding import FACTORS, Factor
+from mckpt.values.adding import FACTORS, ROW_WISE, Factor
 
 LAYOUTS = ("fused", "block", "canonical")
 
@@ -108,11 +109,6 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint) -> AdapterCheckpoint:
             names,
             "Merge the adapter with `mckpt adapter merge` instead.",
         )
-    if fitted.has_magnitudes:
-        raise UsageError(
-            f"{adapter.path}: is DoRA (lora_magnitude_vector), which mckpt does not write for"
-            " Megatron-Bridge; merge the adapter with `mckpt adapter merge` instead"
-        )
     scales = {part.scale for parts in fitted.parts.values() for part in parts}
     if len(scales) > 1:
         listed = [f"{one.module}: rank {one.rank}, scale {one.scale:g}" for one in fitted.adapted]
@@ -141,6 +137,13 @@ def _layout_of(fitted: Fit, adapter: PeftAdapter) -> Layout:
             wanted = [(B, part.left, (low, 0), (high, rank), (rows, rank))]
             if not number:
                 wanted.append((A, part.right, (0, 0), (rank, columns), (rank, columns)))
+            if part.magnitudes is not None:
+                if part.axis != ROW_WISE:
+                    raise UsageError(
+                        f"{adapter.path}: adapts {weight}, and an embedding has no adapter in"
+                        " Megatron-Bridge; merge the adapter with `mckpt adapter merge` instead"
+                    )
+                wanted.append((MAGNITUDE, part.magnitudes, (low,), (high,), (rows,)))
             for side, factor, offset, shape, whole in wanted:
                 name = name_of(weight, side, rank)
                 shapes[name] = whole
@@ -151,13 +154,13 @@ def _layout_of(fitted: Fit, adapter: PeftAdapter) -> Layout:
 def _stored(
     name: str,
     factor: Factor,
-    offset: tuple[int, int],
-    shape: tuple[int, int],
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
     layer: int,
     expert: int,
 ) -> Stored:
     """Returns a factor in a file as a stored tensor."""
-    steps = factor.down, factor.along
+    steps = (factor.down, factor.along)[: len(shape)]
     span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
     box = whole_box(shape)._replace(offset=offset)
     where = np.array([[layer], [expert], [factor.file], [factor.at]], "i8")
@@ -200,13 +203,6 @@ def of_megatron(
     shown = files.opened.show(None).tensors
     # the stages of a pipeline may have different layers
     keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())
-    end = rules()["megatron"]["magnitude"]
-    if any(key.endswith(end) for key in keys):
-        raise UsageError(
-            f"{files.opened.root}: its adapters are DoRA ({end}), which mckpt does not read from"
-            " Megatron; continue with them in Megatron-Bridge, or train DoRA with PEFT, whose"
-            " directory `mckpt adapter merge` takes"
-        )
     ranks = {shape[-1] for key, _, shape, _ in shown if key.endswith("linear_out.weight")}
     if not ranks:
         raise SourceError(
@@ -226,9 +222,16 @@ def of_megatron(
         rank=ranks.pop(),
         canonical=any(".adapter.adapter_" in key for key in keys),
         mtp=any(key.startswith("mtp.") for key in keys),
+        dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in keys),
         whole=any(not FACTOR.search(key) for key, *_ in shown),
     )
     names = replace(names, weights=_adapted(names, keys))
+    if names.dora and names.parallel.tp > 1:
+        raise UsageError(
+            f"{files.opened.root}: has DoRA at tp {names.parallel.tp}, where Megatron-Bridge"
+            " divides by the lengths of the rows of each rank, so no directory of PEFT computes"
+            " the same; mckpt reads DoRA that was saved at tp 1"
+        )
     names = replace(names, choices=files.opened.choices(names))
     every = factors.shared(files.opened.layout(names), names.modules, names.rank)
     held, weights = (
@@ -318,7 +321,7 @@ def show(source: AdapterCheckpoint, names: AdapterNames) -> dict[str, Any]:
     stored = [s for s in source.layout.stored if s.pieces]
     return {
         "path": str(source.path),
-        "kind": "CanonicalLoRA" if names.canonical else "LoRA",
+        "kind": "DoRA" if names.dora else "CanonicalLoRA" if names.canonical else "LoRA",
         "rank": names.rank,
         "alpha": source.scale * names.rank,
         "dtype": sorted({s.dtype for s in stored}),
@@ -370,11 +373,14 @@ def plan_megatron(
         decided.names.parallel,
         weights=frozenset(place[0] for place in places),
         canonical=how == "canonical",
+        dora=any(MAGNITUDE in name for name in source.layout.shapes),
         mtp=any(layer >= decided.names.dims["num_layers"] for _, layer, _ in places),
     )
     members, rank = _members(source, names.modules, places, how)
     _refuse_homeless(places, names)
     names = replace(names, rank=rank)
+    if names.dora:
+        _refuse_dora(names, members, how, decided.padded_vocab_size)
     if rank % names.parallel.tp:
         raise UsageError(
             f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
@@ -511,6 +517,53 @@ def _refuse_homeless(places: Mapping[Place, int], names: AdapterNames) -> None:
         )
 
 
+def _refuse_dora(
+    names: AdapterNames, members: Mapping[Place, Member], how: str, rows: int | None
+) -> None:
+    """Raises UsageError for magnitudes that the DoRA of Megatron-Bridge does not have, or with
+    which it computes something else.
+
+    rows: of the vocabulary with padding.
+    """
+    cure = "merge the adapter with `mckpt adapter merge` instead"
+    if names.parallel.tp > 1:
+        raise UsageError(
+            f"DoRA at tp {names.parallel.tp}: Megatron-Bridge divides by the lengths of the rows of"
+            f" each rank, which are not those of PEFT; give --tp 1, or {cure}"
+        )
+    if how == "canonical":
+        raise UsageError(
+            "--layout canonical: CanonicalLoRA of Megatron-Bridge has no magnitudes (DoRA); give"
+            " --layout fused or block"
+        )
+    lost = []
+    for module in names.modules:
+        if "expert" in module.bound.rule.indices:
+            raise UsageError(
+                f"{module.of[0]}: Megatron-Bridge has no DoRA for the experts of a layer; {cure}"
+            )
+        if module.bound.rule.tp == "vocab" and rows != names.dims["vocab_size"]:
+            raise UsageError(
+                f"{module.of[0]}: Megatron pads the vocabulary of {names.dims['vocab_size']:,} to"
+                f" {rows:,} rows, and DoRA divides by the length of each, which is 0; {cure}"
+            )
+        for layer, expert in zip(*map(list, module.bound.instances()), strict=True):
+            there = [(name, int(layer), int(expert)) in members for name in module.of]
+            if any(there) and not all(there):
+                lost += [
+                    name.format(layer=layer, expert=expert)
+                    for name, found in zip(module.of, there, strict=True)
+                    if not found
+                ]
+    if lost:
+        raise UsageError.of(
+            "Megatron has one linear for several weights, and with DoRA all or none of them must"
+            " have magnitudes; these have none:",
+            lost,
+            f"Train them too, or {cure}.",
+        )
+
+
 def _run_config(
     decided: Decided, names: AdapterNames, how: str, rank: int, alpha: float
 ) -> list[TargetFile]:
@@ -529,13 +582,14 @@ def _run_config(
         {m.stem.partition(f".{names.module}.")[0].rpartition(".")[2] for m in names.modules}
     )
     targets = known["targets"] if how == "canonical" else {}
+    kind = "dora" if names.dora else how
     section = {
-        "_target_": known["classes"][how],
+        "_target_": known["classes"][kind],
         "target_modules": [one for name in linears for one in targets.get(name, [name])],
         "dim": rank,
         "alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "dropout": 0.0,
-        "share_expert_adapters": False,
+        **({} if names.dora else {"share_expert_adapters": False}),
     }
     text = yaml.safe_dump({"peft": section}, sort_keys=False).encode()
     out = []
@@ -569,12 +623,13 @@ def plan_peft(
     destination = Destination(
         Path(dst), None, PEFT, source.files.root, overwrite=overwrite, helps=helps
     )
-    layout, outputs, adapted = lay_out(names, places, _dtype(source.layout))
+    dora = any(MAGNITUDE in name for name in source.layout.shapes)
+    layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), dora)
     held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
     layout = replace(layout, shapes=dict(held.shapes))
     source = replace(source, held=held)
     rank = max(places.values())
-    content = config(adapted, names, source.scale * rank)
+    content = config(adapted, names, source.scale * rank, dora)
     outputs.append(TargetFile.whole(ADAPTER[0], content))
     remarks = [
         "layers of multi-token prediction have adapters, and no model of transformers has these"

@@ -1,5 +1,5 @@
 """The factors of adapters as logical tensors: `WEIGHT:lora_A.RANK` [RANK, in] and
-`WEIGHT:lora_B.RANK` [out, RANK].
+`WEIGHT:lora_B.RANK` [out, RANK], with DoRA also `WEIGHT:lora_magnitude.RANK` [out].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
 from mckpt.mapping.expression import Expression
-from mckpt.mapping.schema import FACTORS
+from mckpt.mapping.schema import FACTORS, MAGNITUDE
 
 Place = tuple[str, int, int]  # of a weight: template, layer, expert
 A, B = FACTORS
@@ -28,7 +28,7 @@ def name_of(weight: str, side: str, rank: int) -> str:
 
 
 def parts_of(name: str) -> tuple[str, str, int]:
-    """Returns the weight, the side (A or B) and the rank of a factor, by its template."""
+    """Returns the weight, the side (A, B or MAGNITUDE) and the rank of a factor by its name."""
     weight, _, factor = name.rpartition(":")
     side, _, rank = factor.rpartition(".")
     return weight, side, int(rank)
@@ -51,6 +51,7 @@ class AdapterNames(Names):
     canonical: bool = False  # a pair of factors for each weight, not for each module
     mtp: bool = True  # layers of multi-token prediction have adapters too
     whole: bool = False  # the weights of the base are in the checkpoint as well
+    dora: bool = False  # the adapters have magnitudes; Megatron's tp is 1
 
     @property
     def module(self) -> str:
@@ -123,6 +124,12 @@ class AdapterNames(Names):
                 tp="vocab" if rule.tp == "vocab" else "column",
             )
             out += [b._replace(rule=a), b._replace(rule=rest)]
+            if self.dora:
+                lengths = rest._replace(
+                    key=stem + rules()["megatron"]["magnitude"],
+                    of=tuple(name_of(name, MAGNITUDE, self.rank) for name in of),
+                )
+                out.append(b._replace(rule=lengths))
         return out
 
 
@@ -179,6 +186,8 @@ def placed(layout: Layout, modules: Iterable[Module], members: Mapping[Place, Me
 
 def _of_member(piece: Piece, side: str, member: Member) -> Piece | None:
     """Returns the part of a piece of a module's factor that is a factor of one weight."""
+    if side == MAGNITUDE:
+        return piece._replace(tensor=name_of(member.weight, side, member.rank))
     axis = 0 if side == A else 1
     low, size = list(piece.box.offset), list(piece.box.shape)
     low[axis], size[axis] = member.first, member.rank

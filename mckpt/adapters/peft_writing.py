@@ -11,10 +11,11 @@ from mckpt.adapters.peft import is_adapter, open_adapter, rules
 from mckpt.formats.base import Format, Names, packed
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.formats.hf_files import Row, place
-from mckpt.geometry.box import Layout, Piece, Stored, whole_box
+from mckpt.geometry.box import Box, Layout, Piece, Stored, whole_box
 from mckpt.geometry.packing import Packed
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
+from mckpt.mapping.schema import MAGNITUDE
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
 
@@ -42,19 +43,21 @@ class Written(NamedTuple):
     adapted: list[Adapted]
 
 
-def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str) -> Written:
+def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = False) -> Written:
     """Lays out the factors of an adapter.
 
     names: those of the base as a Hugging Face directory. ranks: of each weight with factors.
+    dora: each weight has magnitudes too.
     """
+    sides = (A, B, MAGNITUDE) if dora else (A, B)
     adapted = list(_adapted(names, ranks))
     keys = {one.key for one in adapted}
-    rows = [row for one in adapted for row in _rows(one, keys, dtype)]
+    rows = [row for one in adapted for row in _rows(one, keys, dtype)[: len(sides)]]
     places = place(rows, ONE_FILE, STEM)
     size, stored = itemsize(dtype), list[Stored]()
     for number, one in enumerate(adapted):
         count = len(one.experts)
-        for side, index in ((A, 2 * number), (B, 2 * number + 1)):
+        for index, side in enumerate(sides, number * len(sides)):
             shape, pieces = _factor(one, side, count)
             for nth, expert in enumerate(one.experts):
                 skipped = nth * (one.rank * one.whole.shape[1] if side == A else 1) * size
@@ -90,7 +93,7 @@ def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[Adapted]:
 
 
 def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
-    """Returns the two tensors of a weight in a file of PEFT.
+    """Returns the two factors and the magnitudes of a weight in a file of PEFT.
 
     keys: of all weights with factors. The adapter of a parameter of all experts wraps those of the
     parameters before it, whose names then have a part more (PEFT, ParamWrapper).
@@ -102,11 +105,12 @@ def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
         outer = parameters[parameters.index(end) + 1 :] if end in parameters else []
         module += f".{known['inside'][0]}" * sum(f"{module}.{name}" in keys for name in outer)
     (out, into), count = one.whole.shape, len(one.experts)
-    shapes = {A: (one.rank * count, into), B: (out, one.rank * count)}
-    return [
-        Row(f"{known['prefix']}{module}.{side}.weight", dtype, shape)
-        for side, shape in shapes.items()
-    ]
+    shapes = {
+        f"{A}.weight": (one.rank * count, into),
+        f"{B}.weight": (out, one.rank * count),
+        known["ends"]["magnitude"][0]: (out,),
+    }
+    return [Row(f"{known['prefix']}{module}.{end}", dtype, shape) for end, shape in shapes.items()]
 
 
 def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
@@ -118,6 +122,18 @@ def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple
     if side == A:
         box = whole_box((rank, into))
         return box.shape, (Piece(name_of(one.there[0], A, rank), box, 0, (into, 1)),)
+    if side == MAGNITUDE:
+        vectors = [
+            Piece(
+                name_of(one.bound.rule.of[member], MAGNITUDE, rank),
+                Box(box.offset[:1], box.shape[:1]),
+                at[0],
+                (step,),
+            )
+            for member, box, at, step in one.whole.placed
+            if one.bound.rule.of[member] in one.there
+        ]
+        return (out,), tuple(vectors)
     pieces, width = [], rank * count
     for member, box, at, step in one.whole.placed:
         if (name := one.bound.rule.of[member]) in one.there:
@@ -127,7 +143,7 @@ def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple
     return ((out * rank - 1) * count + 1,) if one.stacked else (out, rank), tuple(pieces)
 
 
-def config(adapted: Iterable[Adapted], names: Names, alpha: float) -> bytes:
+def config(adapted: Iterable[Adapted], names: Names, alpha: float, dora: bool) -> bytes:
     """Returns the adapter_config.json of these weights."""
     found = list(adapted)
     experts = {_leaf(one.key) for one in found if "{expert}" in one.bound.rule.key}
@@ -153,7 +169,7 @@ def config(adapted: Iterable[Adapted], names: Names, alpha: float) -> bytes:
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": dora,
         "fan_in_fan_out": any(one.bound.rule.transposed for one in found if not one.stacked),
         "inference_mode": True,
         "base_model_name_or_path": None,

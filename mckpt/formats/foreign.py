@@ -27,7 +27,7 @@ _LORA = re.compile(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
 
 # Ends of the keys of the factors of Megatron-Bridge's adapters (mappings/adapters.yaml), and the
 # part that the keys of the weights below them have in memory
-FACTOR = re.compile(r"\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight$")
+FACTOR = re.compile(r"\.adapter\.(?:(?:adapter_\w+\.)?linear_(?:in|out)\.weight|weight_magnitude)$")
 _WRAPPED = ".to_wrap."
 
 # Names that no mapping has, and what to do with a checkpoint that has them

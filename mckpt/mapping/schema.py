@@ -16,6 +16,7 @@ _PACKAGE = Path(__file__).parent.parent
 # a wheel has them inside
 FOLDER = _PACKAGE / "mappings" if (_PACKAGE / "mappings").is_dir() else _PACKAGE.parent / "mappings"
 FACTORS = ("lora_A", "lora_B")  # of an adapter, behind the name of the weight
+MAGNITUDE = "lora_magnitude"  # of an adapter with DoRA
 _TYPES: dict[str, Any] = {
     "int": int,
     "float": (int, float),
@@ -61,7 +62,7 @@ class Schema(NamedTuple):
 
         An optimizer's state of a weight, such as `final_norm.weight@exp_avg`, has the weight's. The
         factors of an adapter of rank 8 are `WEIGHT:lora_A.8` [8, in] and `WEIGHT:lora_B.8` [out,
-        8].
+        8], and its magnitudes `WEIGHT:lora_magnitude.8` [out].
         """
         if number := name.count(SHAPE):
             name = plain(name)
@@ -72,6 +73,8 @@ class Schema(NamedTuple):
         if not factor:
             return shape
         side, _, rank = factor.rpartition(".")
+        if side == MAGNITUDE:
+            return shape[:1]
         return (int(rank), shape[1]) if side == FACTORS[0] else (shape[0], int(rank))
 
     def by_layer(self) -> dict[str, str]:

@@ -61,6 +61,7 @@ SAVED: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
         "lora",
         {"target_modules": ["linear_qkv", "in_proj", "out_proj", *REST]},
     ),
+    "dora": ("llama", {}, "dora", {}),
 }
 # What mckpt writes: the model, the modules, the layout, and the sizes at which it is loaded
 WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
@@ -70,7 +71,9 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
     "experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
     "latent": ("deepseek-v3", (*LATENT, *MLP), "fused", {"ep": 2}),
     "linear attention": ("qwen3_5", (*LINEAR, *ATTENTION, *MLP), "fused", {}),
+    "dora": ("llama", (*ATTENTION, *MLP), "fused", {}),
 }
+EXPORT_IS_WRONG = ("dora",)  # Megatron-Bridge 0.6.2 leaves out the magnitudes
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +138,11 @@ def write(base: Path, directory: Path, name: str) -> None:
     model, ends, layout, _ = WRITTEN[name]
     layers = made_models.text(config(model))["num_hidden_layers"]
     shapes = {m: s for m, s in modules(base, *ends).items() if int(m.split(".")[2]) < layers}
-    adapters.write(directory, factors(shapes, shared=layout == "fused"))
+    made = factors(shapes, shared=layout == "fused")
+    if name == "dora":
+        adapters.write(directory, adapters.magnitudes(base, made), use_dora=True)
+    else:
+        adapters.write(directory, made)
 
 
 def config(model: str) -> dict[str, Any]:
@@ -158,7 +165,8 @@ def test_mckpt_reads_what_megatron_bridge_saves(case, ran, bases, work) -> None:
     assert result["ok"], explain(result)
     base = bases(SAVED[case][0])
     good("adapter", "to-hf", work / "saved" / case, work / "read" / case, "--like", base)
-    same(base, work / "read" / case, work / "exported" / case)
+    if case not in EXPORT_IS_WRONG:
+        same(base, work / "read" / case, work / "exported" / case)
     expect_logits(result, base, work / "read" / case)
 
 
@@ -167,7 +175,8 @@ def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None
     result = ran[f"written {case}"]
     assert result["ok"], explain(result)
     base = bases(WRITTEN[case][0])
-    same(base, work / "loaded" / case, work / "peft" / case)
+    if case not in EXPORT_IS_WRONG:
+        same(base, work / "loaded" / case, work / "peft" / case)
     good("adapter", "to-hf", work / "written" / case, work / "back" / case, "--like", base)
     same(base, work / "back" / case, work / "peft" / case)
     expect_logits(result, base, work / "back" / case)

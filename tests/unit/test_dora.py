@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt.adapters.peft import rules
 from mckpt.errors import UsageError
 from mckpt.values import adding
 from tests.helpers import lora
@@ -138,28 +137,53 @@ def test_magnitudes_that_do_not_fit(tmp_path: Path) -> None:
     refused(3, f"{up}.lora_A", "and the module has no lora_magnitude_vector", args=args)
 
 
-def test_megatron_bridge_gets_none(tmp_path: Path) -> None:
-    adapter_of(QWEN3, tmp_path / "adapter", ["model.layers.0.mlp.up_proj"])
-    args = ("adapter", "to-megatron", tmp_path / "adapter", QWEN3, tmp_path / "out")
-    refused(2, "is DoRA", "mckpt adapter merge", args=args, untouched=tmp_path / "out")
+@pytest.mark.parametrize("layout", ["fused", "block"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_5"])
+def test_there_and_back(case: str, layout: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    base = tiny_model("qwen3", "bfloat16") if case == "qwen3" else made(case, tmp_path / "base")
+    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "visual"))
+    stored = adapter_of(base, tmp_path / "adapter", modules)
+    if layout == "fused":  # one factor A for the weights of a linear
+        first = {len(v[0]): v for v in (stored[k] for k in stored if k.endswith("_A.weight"))}
+        stored |= {k: first[len(v[0])] for k, v in stored.items() if k.endswith("_A.weight")}
+        lora.save(tmp_path / "adapter", stored, use_dora=True)
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    to = ("adapter", "to-megatron", tmp_path / "adapter", base, megatron)
+    good(*to, "--layout", layout, "--pp", 2 if case == "qwen3" else 1)
+    assert "peft.dora.DoRA" in (megatron / "release/run_config.yaml").read_text()
+    good(
+        "adapter",
+        "reshard",
+        megatron,
+        tmp_path / "torch",
+        "--target-format",
+        "torch",
+        "--target-pp",
+        1,
+    )
+    good("adapter", "to-hf", tmp_path / "torch", back)
+    for adapter, out in (("adapter", "merged"), ("back", "again")):
+        good("adapter", "merge", base, tmp_path / adapter, tmp_path / out)
+    expect_merged(base, tmp_path / "merged", stored, modules)
+    expect_close(tmp_path / "merged", tmp_path / "again")
 
 
-def test_those_of_megatron_bridge_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modules = [m for m in lora.matrices(lora.tensors(QWEN3)) if m.endswith("o_proj")]
-    lora.save(tmp_path / "adapter", lora.factors(lora.tensors(QWEN3), modules))
-    with monkeypatch.context() as patch:
-        patch.setitem(rules()["megatron"]["factors"], "b", "weight_magnitude")
-        good("adapter", "to-megatron", tmp_path / "adapter", QWEN3, tmp_path / "megatron")
-    megatron, out = tmp_path / "megatron", tmp_path / "out"
-    for args in (
-        ("adapter", "to-hf", megatron, out),
-        ("adapter", "reshard", megatron, out, "--target-tp", 2),
-        ("adapter", "merge", QWEN3, megatron, out),
-        ("megatron-to-hf", megatron, out),
-    ):
-        refused(2, "its adapters are DoRA", args=args, untouched=out)
+def test_what_megatron_bridge_does_not_compute(tiny_model: TinyModel, tmp_path: Path) -> None:
+    out, adapter = tmp_path / "out", tmp_path / "adapter"
+    up, gate = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "gate"))
+    adapter_of(QWEN3, adapter, [up])
+    args = ("adapter", "to-megatron", adapter, QWEN3, out)
+    refused(2, "all or none", "layers.0.mlp.gate.weight", args=args, untouched=out)
+    adapter_of(QWEN3, adapter, [up, gate])
+    refused(2, "DoRA at tp 2", args=(*args, "--layout", "block", "--tp", 2), untouched=out)
+    refused(2, "has no magnitudes", args=(*args, "--layout", "canonical"), untouched=out)
+    adapter_of(QWEN3, adapter, ["lm_head"])
+    refused(2, "vocabulary of 271 to 384 rows", args=args, untouched=out)
+    moe = tiny_model("qwen3-moe", "bfloat16")
+    modules = [m for m in lora.matrices(lora.tensors(moe)) if ".experts." in m]
+    adapter_of(moe, adapter, modules)
+    args = ("adapter", "to-megatron", adapter, moe, out, "--layout", "block")
+    refused(2, "no DoRA for the experts", args=args, untouched=out)
 
 
 def test_a_row_of_zeros_has_no_length(tmp_path: Path) -> None:
