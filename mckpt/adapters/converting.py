@@ -22,18 +22,26 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.conversion import to_megatron
+from mckpt.conversion import optimizer, to_megatron
 from mckpt.conversion.args import Decided, args_of, bridge_files
 from mckpt.conversion.plan_data import facts_of
-from mckpt.conversion.planning import Plan
+from mckpt.conversion.planning import Plan, name_of_iteration
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.errors import SourceError, UsageError
-from mckpt.formats import places
+from mckpt.formats import carried, places
 from mckpt.formats.base import Names
 from mckpt.formats.foreign import FACTOR, has_adapter
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.formats.megatron.optimizer import (
+    Optimizer,
+    Scaler,
+    holds_state,
+    is_muon,
+    is_state,
+    keys_of,
+)
 from mckpt.formats.megatron.run_config import RUN_CONFIG, read_model, read_section
 from mckpt.formats.megatron.save_directory import iteration_name
 from mckpt.geometry.box import Layout, Piece, Stored, whole_box
@@ -68,9 +76,35 @@ class AdapterCheckpoint(Checkpoint):
 
     @cached_property
     def layout(self) -> Layout:
-        """Returns the places of the factors."""
-        assert self.held is not None
-        return self.held if self.merging is None else self.merging.layout(self.held)
+        """Returns the places of the factors, and those of their states."""
+        held = self.held
+        assert held is not None
+        if self.has_states and (states := self.optimizer) is not None:
+            held = carried.joined(held, states.layout)
+            ignored = {key: why for key, why in held.ignored.items() if key not in states.keys}
+            held = replace(held, ignored=ignored)
+        return held if self.merging is None else self.merging.layout(held)
+
+    @cached_property
+    def optimizer(self) -> Optimizer | None:
+        """Returns the states of the factors, None if there are none.
+
+        Raises UsageError for states that are not stored factor by factor.
+        """
+        if "optimizer" not in self.left_behind():
+            return None
+        states = keys_of(self.opened.keys())
+        found = super().optimizer if states and all(map(FACTOR.search, states)) else None
+        if found is None or is_muon(found.groups):
+            raise UsageError(
+                f"{self.path}: mckpt converts the optimizer's state of adapters only if it is that"
+                " of Adam in torch_dist and has a tensor for each factor. Save it so, with"
+                " dist_ckpt_optim_fully_reshardable in the section `checkpoint` of Megatron-Bridge,"
+                " or give --no-optimizer to convert the adapters alone"
+            )
+        assert isinstance(self.named, AdapterNames)
+        shared = factors.shared(found.layout, self.named.modules, self.named.rank)
+        return found._replace(layout=shared)
 
     @property
     def base(self) -> AdapterCheckpoint | None:
@@ -82,7 +116,7 @@ class AdapterCheckpoint(Checkpoint):
         return replace(self, held=self.beside, named=names, beside=None)
 
     def left_behind(self) -> list[str]:
-        return []
+        return [] if self.named is None else super().left_behind()
 
 
 # ------------------------------------------------------------------------------- adapters of PEFT
@@ -223,7 +257,10 @@ def of_megatron(
         canonical=any(".adapter.adapter_" in key for key in keys),
         mtp=any(key.startswith("mtp.") for key in keys),
         dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in keys),
-        whole=any(not FACTOR.search(key) for key, *_ in shown),
+        whole=any(
+            not FACTOR.search(key) and model.mapping.ignore.keys().isdisjoint(key.split("."))
+            for key, *_ in shown
+        ),
     )
     names = replace(names, weights=_adapted(names, keys))
     if names.dora and names.parallel.tp > 1:
@@ -352,7 +389,8 @@ def plan_megatron(
     if how not in LAYOUTS:
         raise UsageError(f"layout is {how!r}, and must be {', '.join(LAYOUTS)}")
     format = formats.get(target.format)
-    named = iteration_name(target.target_iteration)
+    again = base is None
+    named = name_of_iteration(source, target) if again else iteration_name(target.target_iteration)
     destination = Destination(
         Path(dst),
         named,
@@ -362,8 +400,12 @@ def plan_megatron(
         update_tracker=update_tracker,
         helps=helps,
     )
-    described = source if base is None else base
+    described: Checkpoint = source
+    if base is not None:  # whose own optimizer is that of other parameters
+        described, target = base, replace(target, no_optimizer=True)
     decided = to_megatron.decide(described, destination, target)
+    if decided.optimizer:
+        source = source.with_optimizer()
     args = args_of(decided)
     places = factors.weights_in(source.layout)
     names = AdapterNames(
@@ -388,6 +430,14 @@ def plan_megatron(
         )
     dtype = dtypes.parse(target.dtype) if target.dtype else _dtype(source.layout)
     kinds = {name: dtype for b in names.bound for name in b.rule.of}
+    kinds |= {name: kind for name, kind in decided.dtypes.items() if is_state(name)}
+    distributed, groups, scalers = True, list[list[dict[str, Any]]](), list[Scaler]()
+    state = None
+    if decided.optimizer and source.optimizer is not None:
+        distributed = source.optimizer.distributed
+        groups, scalers = _optimizer_entries(source, names, decided)
+        look = source.opened.format.readable and not helps
+        state = optimizer.facts(source, look)
     laid, outputs = format.lay_out(
         MegatronRequest(
             names,
@@ -395,13 +445,16 @@ def plan_megatron(
             decided.padded_vocab_size,
             args.common,
             target.common_as_object,
+            distributed,
+            groups,
+            scalers,
         )
     )
     layout = factors.placed(laid, names.modules, members)
     layout = replace(layout, shapes=dict(source.layout.shapes))
     held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
     layout = replace(layout, shapes=dict(held.shapes))
-    source = replace(source, held=held)
+    source = replace(source, held=held, has_states=False)
     alpha = source.scale * rank
     config = _run_config(decided, names, how, rank, alpha)
     files = [*outputs, *config]
@@ -422,13 +475,39 @@ def plan_megatron(
         adapter=_facts(how, rank, alpha, names),
         megatron_version=decided.target.megatron_version,
         files_beside=[[file.path, file.size] for file in config],
+        **(
+            {"optimizer": state, "left_behind": optimizer.left_behind(source, True)}
+            if state
+            else {}
+        ),
     )
     return Plan(source, destination, target, joined, layout, names, files, side, [], facts, [])
 
 
+def _optimizer_entries(
+    source: AdapterCheckpoint, names: AdapterNames, decided: Decided
+) -> tuple[list[list[dict[str, Any]]], list[Scaler]]:
+    """Returns the param_groups and the loss scalers of the optimizers of a rank of the target.
+
+    Raises UsageError for a format that is not torch_dist.
+    """
+    format = decided.destination.format
+    if format.fixed_sizes:
+        raise UsageError(
+            f"{source.path}: has the state of an optimizer, which mckpt does not write for adapters"
+            f" in the format {format}; give --target-format torch_dist to keep it, or"
+            " --no-optimizer to convert the adapters alone"
+        )
+    if not any("expert" in b.rule.indices for b in names.bound):
+        # Megatron makes an optimizer of the experts only if they have parameters to train
+        names = replace(names, dims={**names.dims, "num_experts": 0})
+    groups = optimizer.groups(source, names, format.fixed_sizes, decided.megatron)
+    return groups, optimizer.scalers(source, names, decided.megatron)
+
+
 def _dtype(layout: Layout) -> str:
     """Returns the dtype of all factors; the widest one if they have several."""
-    return max({s.dtype for s in layout.stored}, key=dtypes.itemsize)
+    return max({s.dtype for s in layout.stored if not holds_state(s)}, key=dtypes.itemsize)
 
 
 def _facts(how: str, rank: int, alpha: float, names: AdapterNames) -> dict[str, Any]:

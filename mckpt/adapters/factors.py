@@ -28,8 +28,10 @@ def name_of(weight: str, side: str, rank: int) -> str:
 
 
 def parts_of(name: str) -> tuple[str, str, int]:
-    """Returns the weight, the side (A, B or MAGNITUDE) and the rank of a factor by its name."""
-    weight, _, factor = name.rpartition(":")
+    """Returns the weight, the side (A, B or MAGNITUDE) and the rank of a factor, by its name or by
+    that of a state of the optimizer: `FACTOR@STATE`.
+    """
+    weight, _, factor = name.partition("@")[0].rpartition(":")
     side, _, rank = factor.rpartition(".")
     return weight, side, int(rank)
 
@@ -146,8 +148,8 @@ class Member(NamedTuple):
 
 
 def placed(layout: Layout, modules: Iterable[Module], members: Mapping[Place, Member]) -> Layout:
-    """Returns the layout of a new Megatron checkpoint, in which the factors of modules are those of
-    the weights in them. Elements that no weight has are zero.
+    """Returns the layout of a new Megatron checkpoint, in which the factors of modules, and their
+    states, are those of the weights in them. Elements that no weight has are zero.
 
     members: of each weight with an adapter.
     """
@@ -198,21 +200,22 @@ def _of_member(piece: Piece, side: str, member: Member) -> Piece | None:
     start = piece.start + sum(n * step for n, step in zip(skipped, piece.strides, strict=True))
     low = list(box.offset)
     low[axis] -= member.first
-    name = name_of(member.weight, side, member.rank)
+    _, at, state = piece.tensor.partition("@")
+    name = name_of(member.weight, side, member.rank) + at + state
     return piece._replace(tensor=name, box=Box(tuple(low), box.shape), start=start)
 
 
 def shared(layout: Layout, modules: Iterable[Module], rank: int) -> Layout:
-    """Returns the layout of a Megatron checkpoint with the factor A of a module once for each
-    weight that the module adapts.
+    """Returns the layout of a Megatron checkpoint with the factor A of a module, and its states,
+    once for each weight that the module adapts.
     """
     group = {name_of(m.of[0], A, rank): m.of for m in modules}
     stored, shapes = list(layout.stored), dict(layout.shapes)
     for s in layout.stored:
-        names = {p.tensor for p in s.pieces} & group.keys()
-        for name in names:
-            for other in group[name][1:]:
-                named = name_of(other, A, rank)
+        for name in {p.tensor for p in s.pieces}:
+            factor, at, state = name.partition("@")
+            for other in group.get(factor, ())[1:]:
+                named = name_of(other, A, rank) + at + state
                 pieces = tuple(p._replace(tensor=named) for p in s.pieces)
                 stored.append(replace(s, pieces=pieces))
                 shapes[named] = shapes[name]

@@ -212,6 +212,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 )
 @shared.like_option
 @shared.vocab_size_option
+@shared.no_optimizer_option
 @shared.iteration_option
 @shared.megatron_target_options
 @shared.family_options
@@ -219,7 +220,10 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 def reshard(
     src: Path, dst: Path, alpha: float | None, target_format: str | None, **options: Any
 ) -> None:
-    """Change the sizes or the format of adapters of Megatron."""
+    """Change the sizes or the format of adapters of Megatron.
+
+    The optimizer's state of the adapters is kept in torch_dist.
+    """
     from mckpt.adapters import converting
 
     source, names = converting.of_megatron(src, shared.source_options(options), alpha)

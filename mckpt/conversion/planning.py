@@ -124,7 +124,7 @@ def make_plan(
         raise UsageError("--update-tracker: a Hugging Face directory has no tracker; leave it out")
     destination = Destination(
         Path(dst),
-        _name_of_iteration(source, target) if format.megatron else None,
+        name_of_iteration(source, target) if format.megatron else None,
         format,
         source.files.root,
         overwrite=overwrite,
@@ -135,7 +135,7 @@ def make_plan(
     return Plan(**vars(planned))
 
 
-def _name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
+def name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
     """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
     else from the source's name, else from the source's iteration.
     """

@@ -2,17 +2,24 @@
 
 fixtures/adapters/bridge.tar.xz has adapters that Megatron-Bridge 0.6.2 saved at tp 2 (and ep 2, of
 DeepSeek-V3), and checksums of the factors that it exported to PEFT from the same models.
+fixtures/adapters/trained.tar.xz has two of linear_qkv in tiny-qwen3 that it saved at tp 2 with the
+state of Adam, in the forms fully_reshardable (trained) and dp_reshardable (flat). Both programs are
+tests/helpers/bridge_adapters.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mckpt.adapters.converting import of_megatron
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
 from tests.helpers import lora
 from tests.helpers.commands import Pt, edit_json, good, refused
@@ -52,6 +59,75 @@ def test_an_adapter_of_megatron_bridge(
         good("adapter", "to-hf", tmp_path / "there", tmp_path / "back", "--like", place / "hf")
         assert lora.bytes_of(tmp_path / "back") == lora.bytes_of(peft)
         lora.remove(tmp_path / "back")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack("adapters/trained", tmp_path_factory.mktemp("trained")) / "adapters"
+
+
+@pytest.mark.parametrize("sizes", [("--tp", 1), ("--pp", 2), ("--tp", 2, "--pp", 4)])
+def test_the_state_of_the_optimizer_is_kept(sizes: Any, trained: Path, tmp_path: Path) -> None:
+    """Each factor has the state of its own elements: the first step of Adam, from which they follow
+    (learning rate 0.01, weight decay 0.01), had the gradient 3 * factor + 0.25.
+    """
+    like = ("--like", QWEN3)
+    good("adapter", "reshard", trained / "trained", tmp_path / "a", *like, *sizes)
+    good("adapter", "to-hf", trained / "trained", tmp_path / "before", *like)
+    good("adapter", "to-hf", tmp_path / "a", tmp_path / "after", *like)
+    assert lora.same(tmp_path / "before", tmp_path / "after")
+    source, _ = of_megatron(tmp_path / "a", SourceOptions(like=QWEN3))
+    source = source.with_optimizer()
+    names = [name for name in source if "@" not in name]
+    assert len(source) == 4 * len(names) == 4 * 4 * 6  # 4 layers, A and B of q, k and v
+    for name in names:
+        factor, *states = (
+            source[name + state].numpy() for state in ("", "@master", "@exp_avg", "@exp_avg_sq")
+        )
+        gradient = states[1].astype("f8") / 0.1
+        before = (gradient - 0.25) / 3
+        assert np.array_equal(states[0], factor)
+        assert np.allclose(states[2], 0.001 * gradient**2, rtol=1e-5, atol=1e-12)
+        assert np.allclose(factor, before * (1 - 1e-4) - 0.01 * np.sign(gradient), atol=1e-5)
+    assert source.optimizer is not None and source.files.common is not None
+    ((group,),) = source.optimizer.groups
+    assert (group["step"], group["lr"]) == (1, 0.01)
+    assert (tmp_path / "a/iter_0000000").is_dir()
+
+
+def test_a_state_that_is_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
+    like = ("--like", QWEN3)
+    reshard = ("adapter", "reshard", trained / "flat", tmp_path / "a", *like)
+    words = ("dist_ckpt_optim_fully_reshardable", "--no-optimizer")
+    refused(2, *words, args=reshard, untouched=tmp_path)
+    whole = ("adapter", "reshard", trained / "trained", tmp_path / "a", *like)
+    more = (*whole, "--target-format", "torch")
+    refused(2, "--target-format torch_dist", args=more, untouched=tmp_path)
+    assert "left behind: optimizer" in good(*reshard, "--no-optimizer").err
+    assert (
+        "left behind" not in good("adapter", "reshard", tmp_path / "a", tmp_path / "b", *like).err
+    )
+    to_hf = good("adapter", "to-hf", trained / "trained", tmp_path / "peft", *like)
+    assert "left behind: optimizer" in to_hf.err
+
+
+def test_a_state_of_other_factors_is_refused(trained: Path, tmp_path: Path) -> None:
+    """The adapters are those of one checkpoint, and the states those of another."""
+    place = shutil.copytree(trained / "trained", tmp_path / "a")
+    file = next(place.rglob("__0_0.distcp"))
+    source, _ = of_megatron(place, SourceOptions(like=QWEN3))
+    s = source.layout.stored[0]
+    at = int(s.at[list(s.file).index(source.layout.files.index(str(file)))])
+    content = bytearray(file.read_bytes())
+    content[at : at + 4] = np.float32(7).tobytes()
+    file.write_bytes(content)
+    reshard = ("adapter", "reshard", place, tmp_path / "b", "--like", QWEN3)
+    refused(
+        3,
+        "layers.0.attn.q.weight:lora_A.2: 1 of 64 elements differ",
+        args=reshard,
+        untouched=tmp_path,
+    )
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])

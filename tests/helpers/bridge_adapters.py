@@ -14,6 +14,8 @@ results stand behind the arrow:
     save     a directory: the adapter gets random values, and Megatron-Bridge saves it there
     kind     with `save`: "lora", "canonical" or "dora"
     options  with `save`: the arguments of its class in Megatron-Bridge
+    trained  fully_reshardable or dp_reshardable: Adam makes a step, and its state is saved in this
+             form; with `load`, Megatron-Core first loads the state of the checkpoint
     load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it
 
 out_dir/NAME.json: ok, error {"0": traceback of the first rank}.
@@ -35,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import peers
-from mckpt.trainer import cpu, forked, local_stack
+from mckpt.trainer import cpu, forked, local_stack, train
 from tests.helpers import bridge
 
 
@@ -121,10 +123,16 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
                 parameter.requires_grad = True
                 parameter.data.fill_(float("nan"))
     if "load" in case:
+        if "trained" in case:
+            fill(model, sizes)
+            optimizer = optimizer_of(model)
+            load_optimizer(model, optimizer, path.parent)
         load_peft_adapter_checkpoint(model, path.parent, peft)
     else:
         fill(model, sizes)
-        save(model, provider, peft, case["save"])
+        optimizer = optimizer_of(model) if "trained" in case else None
+    if "save" in case:
+        save(model, provider, peft, case, optimizer)
     base.save_hf_adapter(model, case["export"], peft, show_progress=False)
     if "tokens" in case:
         logits = forward(model[0].eval(), torch.tensor(case["tokens"]), sizes["tp"])
@@ -162,7 +170,45 @@ def fill(model: list[Any], sizes: dict[str, int]) -> None:
             parameter.data.copy_(torch.from_numpy(drawn.astype(np.float32)))
 
 
-def save(model: list[Any], provider: Any, peft: Any, directory: str) -> None:
+def optimizer_of(model: list[Any]) -> Any:
+    """Returns the distributed optimizer of an adapter, after a step with gradients that are made of
+    its values.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    train.install_adam()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad = ".adapter." in name
+    distributed = {"use_distributed_optimizer": True}
+    config = DistributedDataParallelConfig(overlap_grad_reduce=False, **distributed)
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in model]
+    for chunk in wrapped:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad:
+                parameter.main_grad.copy_(parameter.detach().float() * 3 + 0.25)
+        chunk.start_grad_sync()
+        chunk.finish_grad_sync()
+    options = {"lr": 1e-2, "weight_decay": 0.01, "clip_grad": 0.0, **distributed}
+    with cpu.as_cuda():
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), wrapped)
+        optimizer.step()
+    return optimizer
+
+
+def load_optimizer(model: list[Any], optimizer: Any, directory: Path) -> None:
+    """Loads the state of an optimizer with Megatron-Core's own functions."""
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(str(directory))
+    weights = {"model": model[0].sharded_state_dict(metadata=metadata)}
+    state = optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load({"optimizer": state}, str(directory))
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+def save(model: list[Any], provider: Any, peft: Any, case: dict[str, Any], optimizer: Any) -> None:
     """Saves the adapter with the function that Megatron-Bridge's training calls."""
     from megatron.bridge.training.checkpointing import save_checkpoint
     from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, LoggerConfig
@@ -171,12 +217,17 @@ def save(model: list[Any], provider: Any, peft: Any, directory: str) -> None:
 
     state = GlobalState()
     checkpoint = CheckpointConfig(
-        async_save=False, save=directory, save_optim=False, save_rng=False, ckpt_format="torch_dist"
+        async_save=False,
+        save=case["save"],
+        save_optim=optimizer is not None,
+        save_rng=False,
+        ckpt_format="torch_dist",
+        dist_ckpt_optim_fully_reshardable=case.get("trained") == "fully_reshardable",
     )
     state.cfg = ConfigContainer(
         model=provider,
         train=None,
-        optimizer=Optimizer(use_distributed_optimizer=False),
+        optimizer=Optimizer(use_distributed_optimizer=optimizer is not None),
         ddp=None,
         scheduler=None,
         dataset=None,
@@ -189,7 +240,7 @@ def save(model: list[Any], provider: Any, peft: Any, directory: str) -> None:
     save_checkpoint(
         state=state,
         model=model,
-        optimizer=None,
+        optimizer=optimizer,
         opt_param_scheduler=None,
         num_floating_point_operations_so_far=0,
     )

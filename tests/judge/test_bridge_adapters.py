@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mckpt.adapters.converting import of_megatron
+from mckpt.checkpoint.description import SourceOptions
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import factors, modules
 from tests.helpers.commands import good
@@ -180,6 +182,39 @@ def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None
     good("adapter", "to-hf", work / "written" / case, work / "back" / case, "--like", base)
     same(base, work / "back" / case, work / "peft" / case)
     expect_logits(result, base, work / "back" / case)
+
+
+def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
+    """Two ranks train, mckpt reshards, and ranks of other sizes load the state and save it."""
+    sizes = ({"tp": 2}, {"pp": 2}), ({"pp": 2}, {"tp": 2})
+    trained = {"trained": "fully_reshardable", "source": str(bases("llama"))}
+    cases: tuple[list[dict[str, Any]], ...] = [], []
+    for number, (before, after) in enumerate(sizes):
+        for part, own in enumerate((before, after)):
+            place = work / f"trained{number}{part}"
+            case = {"name": place.name, "sizes": own, "save": str(place), "export": f"{place}-peft"}
+            given = {"load": str(work / f"resharded{number}")}
+            new = {"kind": "lora", "options": {"dim": 4, "alpha": 8}}
+            cases[part].append({**trained, **case, **(given if part else new)})
+    run = {"fake_te": True, "program": "bridge_adapters.py", "python": PYTHON}
+    results = judge(cases[0], 2, work / "training", **run)
+    assert all(result["ok"] for result in results.values()), results
+    like = ("--like", bases("llama"))
+    for number in range(2):
+        src, dst = work / f"trained{number}0", work / f"resharded{number}"
+        good("adapter", "reshard", src, dst, *like, "--tp", 1, "--pp", 1)
+    results = judge(cases[1], 2, work / "trained on", **run)
+    assert all(result["ok"] for result in results.values()), results
+    for number in range(2):
+        one, other = (
+            of_megatron(work / f"trained{number}{part}", SourceOptions(like=like[1]))[0]
+            for part in range(2)
+        )
+        assert other.optimizer is not None and one.optimizer is not None
+        assert one.optimizer.groups == other.optimizer.groups
+        one, other = one.with_optimizer(), other.with_optimizer()
+        assert one.keys() == other.keys() and any("@exp_avg_sq" in name for name in one)
+        assert all(np.array_equal(one[name].numpy(), other[name].numpy()) for name in one)
 
 
 def expect_logits(result: dict[str, Any], base: Path, adapter: Path) -> None:
