@@ -104,6 +104,15 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
     return directory
 
 
+def write_adapter(c: Config, directory: Path, rank: int = 16) -> Path:
+    """Writes an adapter of PEFT of all linear layers of a model, in fp32."""
+    from tests.helpers import lora
+
+    weights = {name: t for name, t in tensors(c).items() if len(t.shape) == 2}
+    modules = [name.removesuffix(".weight") for name in weights if name.endswith("_proj.weight")]
+    return lora.save(directory, lora.factors(weights, modules, rank), r=rank)
+
+
 def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
     """Writes a header in the form and order of the safetensors library, and a hole for the data.
     Returns where the data begin and end.

@@ -168,6 +168,7 @@ def _layout_of(fitted: Fit, adapter: PeftAdapter) -> Layout:
             low, high = part.box.offset[0], part.box.shape[0]
             if part.box.shape[1] != columns:
                 raise UsageError(f"{weight}: its columns are cut, which no adapter of Megatron has")
+            wanted: list[tuple[str, Factor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
             wanted = [(B, part.left, (low, 0), (high, rank), (rows, rank))]
             if not number:
                 wanted.append((A, part.right, (0, 0), (rank, columns), (rank, columns)))

@@ -241,7 +241,8 @@ def _segment(s: Stored, row: int, piece: Piece, part: Part) -> Segment:
     """Returns a piece of one stored tensor as a segment of a product's box."""
     skipped = [a - b for a, b in zip(piece.box.offset, part.box.offset, strict=True)]
     at, shape = int(s.at[row]) + piece.start * itemsize(s.stored_as), piece.box.shape
-    stored = Factor(int(s.file[row]), at, *piece.strides, FACTORS.index(s.stored_as))
+    down, along = piece.strides
+    stored = Factor(int(s.file[row]), at, down, along, FACTORS.index(s.stored_as))
     if part.axis == ROW_WISE:
         return Segment(stored, *skipped, *shape)
     return Segment(stored.turned, *reversed(skipped), *reversed(shape))
