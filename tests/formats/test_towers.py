@@ -298,11 +298,11 @@ def test_the_text_config_is_checked_and_the_rest_is_kept(tmp_path: Path) -> None
 
 
 def test_another_text_model_is_refused(tmp_path: Path) -> None:
-    text = made_models.config("mistral3")["text_config"] | {"model_type": "ministral3"}
+    text = made_models.config("mistral3")["text_config"] | {"model_type": "mixtral"}
     source = write(tmp_path / "hf", "mistral3")
     config = made_models.config("mistral3") | {"text_config": text}
     write_json(source / "config.json", config)
-    with pytest.raises(MappingError, match=r"model_type is 'ministral3'.*supports only 'mistral'"):
+    with pytest.raises(MappingError, match=r"model_type is 'mixtral'.*supports only 'mistral'"):
         mckpt.plan(source, tmp_path / "out")
 
 

@@ -36,6 +36,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("granite", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
     **{("gpt_neox_parallel", dialect): "parallel_residual" for dialect in ("gpt", "hybrid")},
     **{("ministral3", dialect): "position_scale" for dialect in ("gpt", "hybrid")},
+    **{("ministral3_vl", dialect): "position_scale" for dialect in ("gpt", "hybrid")},
     ("helium", "hybrid"): "rope_interleaved",
     ("ernie4_5", "hybrid"): "rope_interleaved",
     ("ernie4_5_bias", "hybrid"): "rope_interleaved",
