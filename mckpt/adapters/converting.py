@@ -16,7 +16,7 @@ from mckpt import formats, mapping
 from mckpt.adapters import factors
 from mckpt.adapters.factors import A, AdapterNames, B, Member, Module, Place, name_of
 from mckpt.adapters.fitting import Fit, fit
-from mckpt.adapters.peft import PeftAdapter, is_adapter, open_adapter, rules
+from mckpt.adapters.peft import NOT_FINITE, PeftAdapter, is_adapter, open_adapter, rules
 from mckpt.adapters.peft_writing import PEFT, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
@@ -402,7 +402,9 @@ def plan_megatron(
         helps=helps,
     )
     described: Checkpoint = source
-    if base is not None:  # whose own optimizer is that of other parameters
+    if base is None:  # the factors of an adapter of PEFT have been read, to find what they change
+        _check_finite(source)
+    else:  # whose own optimizer is that of other parameters
         described, target = base, replace(target, no_optimizer=True)
     decided = to_megatron.decide(described, destination, target)
     if decided.optimizer:
@@ -416,7 +418,7 @@ def plan_megatron(
         decided.names.parallel,
         weights=frozenset(place[0] for place in places),
         canonical=how == "canonical",
-        dora=any(MAGNITUDE in name for name in source.layout.shapes),
+        dora=_has_magnitudes(source),
         mtp=any(layer >= decided.names.dims["num_layers"] for _, layer, _ in places),
     )
     members, rank = _members(source, names.modules, places, how)
@@ -506,6 +508,23 @@ def _optimizer_entries(
     return groups, optimizer.scalers(source, names, decided.megatron)
 
 
+def _check_finite(source: AdapterCheckpoint) -> None:
+    """Reads all factors. Raises SourceError with each that has a value which is not finite."""
+    found = []
+    for name in (name for name in source if ":" in name):
+        values = source[name].numpy()
+        if not (finite := np.isfinite(values)).all():
+            place = np.argwhere(~finite)[0].tolist()
+            found.append(f"{name} {list(values.shape)}: {place} is {values[tuple(place)]}")
+    if found:
+        raise SourceError.of(f"{source.path}: {NOT_FINITE[0]}", found, NOT_FINITE[1])
+
+
+def _has_magnitudes(source: AdapterCheckpoint) -> bool:
+    """Returns whether the adapters are DoRA."""
+    return any(MAGNITUDE in name for name in source.layout.shapes)
+
+
 def _dtype(layout: Layout) -> str:
     """Returns the dtype of all factors; the widest one if they have several."""
     return max({s.dtype for s in layout.stored if not holds_state(s)}, key=dtypes.itemsize)
@@ -548,12 +567,14 @@ def _members(
                     + ", ".join(name.format(layer=layer, expert=expert) for name in there)
                 )
     if apart:
+        apart_or = "--layout canonical, which keeps them apart (CanonicalLoRA), or "
+        dora = _has_magnitudes(source)
         raise UsageError.of(
             f"{source.path}: an adapter of Megatron's LoRA has one factor A for all weights that a"
             " linear packs, and here they differ:",
             apart,
-            "Give --layout canonical, which keeps them apart (CanonicalLoRA), or --layout block,"
-            " whose adapters have the sum of their ranks and compute the same.",
+            f"Give {apart_or * (not dora)}--layout block, whose adapters have the sum of their"
+            " ranks and compute the same.",
         )
     rank = max(member.first + member.rank for member in members.values())
     return members, rank
@@ -703,7 +724,8 @@ def plan_peft(
     destination = Destination(
         Path(dst), None, PEFT, source.files.root, overwrite=overwrite, helps=helps
     )
-    dora = any(MAGNITUDE in name for name in source.layout.shapes)
+    _check_finite(source)
+    dora = _has_magnitudes(source)
     layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), dora)
     held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
     layout = replace(layout, shapes=dict(held.shapes))

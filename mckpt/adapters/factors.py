@@ -188,8 +188,10 @@ def placed(layout: Layout, modules: Iterable[Module], members: Mapping[Place, Me
 
 def _of_member(piece: Piece, side: str, member: Member) -> Piece | None:
     """Returns the part of a piece of a module's factor that is a factor of one weight."""
+    _, at, state = piece.tensor.partition("@")
+    name = name_of(member.weight, side, member.rank) + at + state
     if side == MAGNITUDE:
-        return piece._replace(tensor=name_of(member.weight, side, member.rank))
+        return piece._replace(tensor=name)
     axis = 0 if side == A else 1
     low, size = list(piece.box.offset), list(piece.box.shape)
     low[axis], size[axis] = member.first, member.rank
@@ -200,8 +202,6 @@ def _of_member(piece: Piece, side: str, member: Member) -> Piece | None:
     start = piece.start + sum(n * step for n, step in zip(skipped, piece.strides, strict=True))
     low = list(box.offset)
     low[axis] -= member.first
-    _, at, state = piece.tensor.partition("@")
-    name = name_of(member.weight, side, member.rank) + at + state
     return piece._replace(tensor=name, box=Box(tuple(low), box.shape), start=start)
 
 

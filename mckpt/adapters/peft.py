@@ -26,6 +26,11 @@ from mckpt.values.adding import FACTORS, Factor
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 ROLES = ("a", "b", "magnitude", "bias")  # of a tensor of an adapter
+NOT_FINITE = (
+    "has tensors with values that are not finite in float32, with which whole rows or columns of"
+    " the weights would not be finite either:",
+    "The training diverged or the file is damaged; take an earlier save of it.",
+)
 BLOCK_NUMEL = 1 << 20  # values that are checked at a time
 LARGEST_ALPHA = float(2**31)  # so that scales are finite in float32
 
@@ -112,12 +117,7 @@ class PeftAdapter:
                         )
                         break
         if found:
-            raise SourceError.of(
-                f"{self.path}: has tensors with values that are not finite in float32, with which"
-                " all weights of their rows or columns would not be finite either:",
-                found,
-                "The training diverged or the file is damaged; take an earlier save of it.",
-            )
+            raise SourceError.of(f"{self.path}: {NOT_FINITE[0]}", found, NOT_FINITE[1])
 
     def show(self) -> dict[str, Any]:
         """Returns what `mckpt adapter inspect` prints."""

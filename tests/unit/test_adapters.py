@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 import mckpt
 from mckpt import mapping
+from mckpt.adapters.peft import PeftAdapter
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
 from mckpt.geometry.parallel import Parallel
@@ -280,6 +281,27 @@ def test_factors_that_are_not_finite(tmp_path: Path) -> None:
         assert refused(3, *words, args=args, untouched=out).count("  - ") == 3
     with pytest.raises(SourceError, match="is nan"):
         mckpt.open(QWEN3, adapter=adapter)
+
+
+def test_factors_in_megatron_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = lora.tensors(QWEN3)
+    down = "model.layers.1.mlp.down_proj"
+    stored = lora.factors(weights, [m for m in lora.matrices(weights) if m.endswith("down_proj")])
+    stored[f"{lora.PREFIX}{down}.lora_A.weight"][3, 60] = np.nan
+    adapter, megatron, out = (tmp_path / name for name in ("adapter", "megatron", "out"))
+    lora.save(adapter, stored)
+    with monkeypatch.context() as patch:
+        patch.setattr(PeftAdapter, "check_finite", lambda self: None)
+        good("adapter", "to-megatron", adapter, QWEN3, megatron)
+    for args in (
+        ("adapter", "to-hf", megatron, out),
+        ("adapter", "reshard", megatron, out, "--target-tp", 2),
+        ("adapter", "merge", QWEN3, megatron, out),
+    ):
+        words = "layers.1.mlp.down.weight:lora_A.4 [4, 72]: [3, 60] is nan"
+        refused(3, words, args=args, untouched=out)
 
 
 def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_what_megatron_bridge_does_not_compute(tiny_model: TinyModel, tmp_path: 
     refused(2, "all or none", "layers.0.mlp.gate.weight", args=args, untouched=out)
     adapter_of(QWEN3, adapter, [up, gate])
     refused(2, "DoRA at tp 2", args=(*args, "--layout", "block", "--tp", 2), untouched=out)
+    said = refused(2, "Give --layout block", args=args, untouched=out)
+    assert "canonical" not in said
     refused(2, "has no magnitudes", args=(*args, "--layout", "canonical"), untouched=out)
     adapter_of(QWEN3, adapter, ["lm_head"])
     refused(2, "vocabulary of 271 to 384 rows", args=args, untouched=out)
