@@ -358,9 +358,10 @@ def adapter_to_megatron(
     of `convert`.
     """
     from mckpt.adapters import converting, peft
+    from mckpt.adapters.checkpoint import of_peft
 
     described = _opened(base)
-    source = converting.of_peft(peft.open_adapter(adapter), described)
+    source = of_peft(peft.open_adapter(adapter), described)
     target = _target(described, {"format": formats.MEGATRON, **options})
     make = functools.partial(converting.plan_megatron, how=how, base=described)
     return _write(source, dst, target, options, make)
@@ -387,9 +388,10 @@ def adapter_to_hf(
     their alpha or the names of the model's weights are not known.
     """
     from mckpt.adapters import converting
+    from mckpt.adapters.checkpoint import of_megatron
 
     described = SourceOptions(like=like, iteration=iteration)
-    source, _ = converting.of_megatron(src, described, alpha)
+    source, _ = of_megatron(src, described, alpha)
     target = TargetOptions(format=formats.HUGGING_FACE)
     given = {**options, "overwrite": overwrite}
     return _write(source, dst, target, given, converting.plan_peft)

@@ -209,7 +209,7 @@ PEFT = Format(
     ADAPTER[0],
     megatron=False,
     detect=is_adapter,
-    open=open_adapter,  # type: ignore[arg-type]
+    open=open_adapter,  # type: ignore[arg-type]  # it is not an Opened: nothing reads it as a model
     lay_out=lambda request: lay_out(*request)[:2],
     parts=ADAPTER,
     last=ADAPTER[0],

@@ -97,13 +97,14 @@ def _write_merged(
 @json_option
 def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> None:
     """Print the parts of an adapter, or of a checkpoint of them."""
-    from mckpt.adapters import converting, peft
+    from mckpt.adapters import peft
+    from mckpt.adapters.checkpoint import of_megatron, show
     from mckpt.formats import places
 
     place = places.local(path)
     if place.is_dir() and not peft.is_adapter(place):
-        source, names = converting.of_megatron(place, shared.source_options(options), alpha)
-        shown = converting.show(source, names)
+        source, names = of_megatron(place, shared.source_options(options), alpha)
+        shown = show(source, names)
         if as_json:
             echo(json.dumps(shown))
             return
@@ -170,10 +171,11 @@ def to_megatron(
     only the headers are read. DST is a save directory with the adapter alone.
     """
     from mckpt.adapters import converting, peft
+    from mckpt.adapters.checkpoint import of_peft
     from mckpt.geometry.parallel import Parallel
 
     described = shared.open_source(base, options)
-    source = converting.of_peft(peft.open_adapter(adapter), described)
+    source = of_peft(peft.open_adapter(adapter), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
     make = partial(converting.plan_megatron, how=how, base=described)
@@ -193,8 +195,9 @@ def to_megatron(
 def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
     """Write adapters of Megatron as a directory of PEFT."""
     from mckpt.adapters import converting
+    from mckpt.adapters.checkpoint import of_megatron
 
-    source, _ = converting.of_megatron(src, shared.source_options(options), alpha)
+    source, _ = of_megatron(src, shared.source_options(options), alpha)
     target = shared.make_target(options, formats.HUGGING_FACE, None)
     if outcome := convert.carry_out(source, dst, target, options, converting.plan_peft):
         outcome.show(options["as_json"])
@@ -225,8 +228,9 @@ def reshard(
     The optimizer's state of the adapters is kept in torch_dist.
     """
     from mckpt.adapters import converting
+    from mckpt.adapters.checkpoint import of_megatron
 
-    source, names = converting.of_megatron(src, shared.source_options(options), alpha)
+    source, names = of_megatron(src, shared.source_options(options), alpha)
     parallel = source.parallel.with_(**shared.parallel_sizes(options))
     target_format = target_format or formats.kept_or_default(source.format)
     target = shared.make_target(options, target_format, parallel)

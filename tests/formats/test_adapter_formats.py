@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mckpt.adapters.converting import of_megatron
+from mckpt.adapters.checkpoint import of_megatron
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
 from tests.helpers import lora

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mckpt.adapters.converting import of_megatron
+from mckpt.adapters.checkpoint import of_megatron
 from mckpt.checkpoint.description import SourceOptions
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import factors, modules
