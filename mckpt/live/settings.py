@@ -83,6 +83,11 @@ def args_of(chunk: Any) -> dict[str, Any]:
     args["num_experts"] = args.pop("num_moe_experts", None)
     if (heads := args.get("num_attention_heads")) and (groups := args.get("num_query_groups")):
         args["group_query_attention"] = groups != heads
+    if hasattr(chunk, "encoder") and hasattr(chunk, "decoder"):
+        # the config of a T5Model is that of its decoder, and Megatron's arg that of its encoder
+        encoder, decoder = chunk.encoder.config.num_layers, chunk.decoder.config.num_layers
+        args |= {"num_layers": encoder, "encoder_num_layers": encoder}
+        args["decoder_num_layers"] = decoder
     args.update(_activation(config))
     for name, attribute in _ATTRIBUTES.items():
         if _is_plain(value := getattr(chunk, attribute, None)) and value is not None:

@@ -2,10 +2,11 @@
 
     python -m tests.helpers.t5_model RANK WORLD JOBS
 
-JOBS is a JSON list. Each job has `checkpoint`, and `torch`, the same model in `torch` files,
-whose keys and values must be those of each rank's model; `tokens` of the encoder, and `answer`,
-those of the decoder; `given`, settings of the model that pretrain_t5.py has no flags for; `saved`,
-where Megatron-Core saves the model again; and `out`, where rank 0 writes the logits.
+JOBS is a JSON list. Each job has `hf`, the Hugging Face directory; `checkpoint`, and `torch`, the
+same model in `torch` files, whose keys and values must be those of each rank's model; `tokens` of
+the encoder, and `answer`, those of the decoder; `given`, settings of the model that pretrain_t5.py
+has no flags for; `saved`, where Megatron-Core saves the model again; and `out`, where rank 0 writes
+the logits.
 
 Megatron-Core's own attention on CPU takes no scores by distance. Explicit puts the formula in its
 place, as the layer's spec allows.
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
-from mckpt import mapping
+from mckpt import live, mapping
 
 
 class Explicit(torch.nn.Module):
@@ -89,6 +91,23 @@ def build(args: Namespace, given: dict[str, Any]) -> Any:
     ).eval()
 
 
+@torch.no_grad()
+def check_live(model: Any, own: dict[str, torch.Tensor], hf: str) -> None:
+    """Checks that mckpt.live fills the model from a Hugging Face directory with the bits that it
+    has, and gives the tensors of that directory.
+    """
+    wanted = {key: value.clone() for key, value in own.items()}
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    live.load([model], hf)
+    assert all(torch.equal(own[key], wanted[key]) for key in own)
+    listed = {file: load_file(file) for file in Path(hf).glob("*.safetensors")}
+    theirs = {name: value for tensors in listed.values() for name, value in tensors.items()}
+    for name, tensor in live.Sync([model], like=hf, allow_inexact=["activation"])():
+        assert torch.equal(tensor, theirs.pop(name)), name
+    assert not theirs.keys() - {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+
+
 def run(rank: int, job: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -116,6 +135,7 @@ def run(rank: int, job: dict[str, Any]) -> None:
     stored = torch.load(file, weights_only=False)["model"]
     assert own.keys() == {k for k in stored if "_extra_state" not in k}
     assert all(torch.equal(own[key], stored[key]) for key in own)
+    check_live(model, own, job["hf"])
     args.num_layers = args.encoder_num_layers
     saved = Path(job["saved"]) / "release"
     if rank == 0:

@@ -268,7 +268,7 @@ def test_ranks_that_lost_another_one_raise_an_error(filled: dict[str, dict[str, 
 
 
 # models of transformers, with latent attention, sinks and stacked experts, gated delta nets,
-# Mamba-2, shared experts, shifted norms, fused projections, and layers of several kinds
+# Mamba-2, shared experts, shifted norms, fused projections, layers of several kinds, and an encoder
 MECHANISMS = (
     "deepseek_v2",
     "gpt_oss",
@@ -279,6 +279,7 @@ MECHANISMS = (
     "gemma_silu",
     "phi3",
     "granitemoehybrid",
+    "megatron_bert",
 )
 
 

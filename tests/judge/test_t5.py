@@ -101,7 +101,11 @@ def ran(work: Path, made: dict[str, np.ndarray]) -> None:
     for case in CASES:
         given = GIVEN[case] | ({"softmax_scale": 1.0} if megatron() < [0, 19] else {})
         job = {name: str(convert(case, work, name)) for name in ("torch", "torch_dist")}
-        job |= {"saved": str(work / "saved" / case), "out": str(work / f"{case}.npz")}
+        job |= {
+            "hf": str(work / "hf" / case),
+            "saved": str(work / "saved" / case),
+            "out": str(work / f"{case}.npz"),
+        }
         job["checkpoint"] = job.pop("torch_dist")
         jobs.append({**job, "given": given, "tokens": READ.tolist(), "answer": ANSWER.tolist()})
     (work / "jobs.json").write_text(json.dumps(jobs))
