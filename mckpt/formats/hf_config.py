@@ -66,11 +66,25 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def parse_config(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, such as config.json."""
+    """Returns the object in a JSON file, such as config.json.
+
+    transformers 5 writes infinity as {"__float__": "Infinity"}, because JSON has no number for it.
+    """
     config = read_json(path, 1 << 24)
     if not isinstance(config, dict):
         raise SourceError(f"{path}: holds {type(config).__name__}, not an object")
-    return config
+    found: dict[str, Any] = _with_infinity(config)
+    return found
+
+
+def _with_infinity(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_infinity(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: _with_infinity(one) for key, one in value.items()}
 
 
 class Beside(NamedTuple):

@@ -51,6 +51,9 @@ def without_mtp(dims: Mapping[str, Any]) -> Dims:
     return {**dims, **lists, "mtp_layers": 0}
 
 
+LONG = 400  # characters of a value that an error shows
+
+
 class Dim(NamedTuple):
     """The keys of one dim in a config, and how its value is read and written.
 
@@ -349,7 +352,9 @@ class MappingFile(NamedTuple):
         for key, entry in self.refused.items():
             try:
                 if entry.when({"config": config}):
-                    yield f"{source}: {key} is {lookup(config, key)!r}: {entry.why}"
+                    value = repr(lookup(config, key))
+                    value = value if len(value) <= LONG else f"{value[:LONG]} ..."
+                    yield f"{source}: {key} is {value}: {entry.why}"
             except ExpressionError as e:
                 yield f"{source}: {e}"
 
