@@ -13,7 +13,7 @@ from mckpt import mapping
 from mckpt.adapters import factors
 from mckpt.adapters.factors import A, AdapterNames, B, name_of
 from mckpt.adapters.fitting import Fit, fit
-from mckpt.adapters.peft import PeftAdapter, rules
+from mckpt.adapters.peft import PeftAdapter, is_alpha, rules
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
@@ -211,7 +211,10 @@ def of_megatron(
     shown = files.opened.show(None).tensors
     # the stages of a pipeline may have different layers
     keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())
-    ranks = {shape[-1] for key, _, shape, _ in shown if key.endswith("linear_out.weight")}
+    outer = [(key, shape) for key, _, shape, _ in shown if key.endswith("linear_out.weight")]
+    if flat := [key for key, shape in outer if len(shape) < 2 or not shape[-1]]:
+        raise SourceError.of(f"{files.opened.root}: has factors without a rank:", flat)
+    ranks = {shape[-1] for _, shape in outer}
     if not ranks:
         raise SourceError(
             f"{files.opened.root}: has factors linear_in of adapters, and none that is linear_out;"
@@ -249,7 +252,7 @@ def of_megatron(
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
         for which in (True, False)
     )
-    scale = (_alpha(files) if alpha is None else alpha) / names.rank
+    scale = _alpha(files, alpha) / names.rank
     beside = weights if weights.stored else None
     source = AdapterCheckpoint(files, model, held=held, scale=scale, named=names, beside=beside)
     return source, names
@@ -279,16 +282,24 @@ def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _alpha(files: CheckpointFiles) -> float:
-    """Returns the alpha of the adapters of a checkpoint."""
-    recorded = files.manifest.get("adapter", {})
-    if "alpha" in recorded:
-        return float(recorded["alpha"])
+def _alpha(files: CheckpointFiles, given: float | None) -> float:
+    """Returns the alpha of the adapters of a checkpoint, which is that of the user if it is given.
+
+    Raises UsageError for an alpha that is no scale, or for none.
+    """
     path = files.opened.root / RUN_CONFIG
-    if path.exists():
-        section = read_section(path, "peft")
-        if isinstance(section, Mapping) and section.get("alpha") is not None:
-            return float(section["alpha"])
+    section = read_section(path, "peft") if path.exists() else None
+    stated = section.get("alpha") if isinstance(section, Mapping) else None
+    recorded = files.manifest.get("adapter", {})
+    for where, alpha in (
+        ("--alpha", given),
+        (f"{files.opened.root}: mckpt.json: alpha", recorded.get("alpha")),
+        (f"{path}: alpha", stated),
+    ):
+        if alpha is not None:
+            if not is_alpha(alpha):
+                raise UsageError(f"{where} is {alpha!r:.60}, and must be a finite number, not 0")
+            return float(alpha)
     raise UsageError(
         f"{files.opened.root}: neither {RUN_CONFIG} nor mckpt.json states the alpha of its"
         " adapters; give --alpha"

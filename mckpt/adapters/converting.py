@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ from mckpt.mapping.schema import MAGNITUDE
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
+_SECTION = re.compile(rb"^peft:.*\n(?:[ -].*\n)*", re.MULTILINE)  # of run_config.yaml
 LAYOUTS = ("fused", "block", "canonical")
 
 
@@ -67,7 +69,11 @@ def opened_adapter(
     base: the checkpoint that the adapter belongs to, whose config.json describes the model.
     """
     place = places.local(path)
+    if not place.exists():
+        raise SourceError(f"{path}: does not exist")
     if not place.is_dir() or is_adapter(place):
+        if alpha is not None:
+            raise UsageError(f"{path}: states its alpha in {ADAPTER[0]}; leave out --alpha")
         yield open_adapter(place)
         return
     described = base.files.described_by
@@ -93,6 +99,12 @@ def plan_megatron(
     """
     if how not in LAYOUTS:
         raise UsageError(f"layout is {how!r}, and must be {', '.join(LAYOUTS)}")
+    if source.beside is not None:
+        raise UsageError(
+            f"{source.path}: has the weights of the base beside its adapters, and adapters alone"
+            " are written; write whole weights with `mckpt megatron-to-hf SRC DST --merge`, or the"
+            " adapters as a directory of PEFT without it, and convert that"
+        )
     format = formats.get(target.format)
     again = base is None
     named = name_of_iteration(source, target) if again else iteration_name(target.target_iteration)
@@ -230,8 +242,10 @@ def _has_magnitudes(source: AdapterCheckpoint) -> bool:
 
 
 def _dtype(layout: Layout) -> str:
-    """Returns the dtype of all factors; the widest one if they have several."""
-    return max({s.dtype for s in layout.stored if not holds_state(s)}, key=dtypes.itemsize)
+    """Returns the dtype of all factors; if they have several, one that holds the values of all."""
+    found = {s.dtype for s in layout.stored if not holds_state(s)}
+    widest = [one for one in found if dtypes.itemsize(one) == max(map(dtypes.itemsize, found))]
+    return widest[0] if len(widest) == 1 else "float32"
 
 
 def _facts(how: str, rank: int, alpha: float, names: AdapterNames) -> dict[str, Any]:
@@ -388,7 +402,7 @@ def _run_config(
     )
     targets = known["targets"] if how == "canonical" else {}
     kind = "dora" if names.dora else how
-    section = {
+    section: dict[str, Any] = {
         "_target_": known["classes"][kind],
         "target_modules": [one for name in linears for one in targets.get(name, [name])],
         "dim": rank,
@@ -396,11 +410,16 @@ def _run_config(
         "dropout": 0.0,
         **({} if names.dora else {"share_expert_adapters": False}),
     }
-    text = yaml.safe_dump({"peft": section}, sort_keys=False).encode()
     out = []
     for file in files:
         ((_, content),) = file.fixed(None)
-        out.append(TargetFile.whole(file.path, content + text * (file.path == RUN_CONFIG)))
+        if file.path == RUN_CONFIG:
+            found = _SECTION.search(content)
+            before = yaml.safe_load(found[0])["peft"] if found else {}
+            kept = {"dropout": before.get("dropout", 0.0)} if before else {}
+            text = yaml.safe_dump({"peft": before | section | kept}, sort_keys=False).encode()
+            content = _SECTION.sub(b"", content) + text
+        out.append(TargetFile.whole(file.path, content))
     return out
 
 

@@ -181,8 +181,9 @@ def _beyond(piece: Piece, boxes: Sequence[Box]) -> list[Piece]:
     vocabulary's padding.
     """
     end = max((box.offset[0] + box.shape[0] for box in boxes), default=0)
-    below = Box((end, *piece.box.offset[1:]), piece.box.shape)
-    found = _within(piece, below)
+    (top, *left), (height, *width) = piece.box
+    first = max(end, top)
+    found = _within(piece, Box((first, *left), (max(0, top + height - first), *width)))
     return [] if found is None else [found]
 
 

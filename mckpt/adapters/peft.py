@@ -97,7 +97,8 @@ class PeftAdapter:
         not finite in float32.
         """
         found = []
-        for row in (row for rows in self.modules.values() for row in rows.values()):
+        factors = [row for rows in self.modules.values() for row in rows.values()]
+        for row in (*factors, *self.whole.values()):
             entry = self.entries.entry(row)
             if entry.dtype not in FACTORS or len(entry.shape) > 2:
                 continue
@@ -204,7 +205,7 @@ def _refuse(root: Path, config: Mapping[str, Any]) -> None:
         if config.get(name)
     ]
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(tuple(known["changed_base"])):
+    if isinstance(start, str) and start.lower().startswith(tuple(known["changed_base"])):
         problems.append(
             f"init_lora_weights is {start!r}: such a training changes the weights of the base too,"
             " so the adapter does not belong to the published base; save it with"
@@ -223,9 +224,12 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
         for name in ("use_rslora", "use_dora", "fan_in_fan_out")
         if not isinstance(config.get(name, False), bool)
     ]
+    listed = config.get("target_parameters") or []
+    if not (isinstance(listed, list) and all(isinstance(one, str) for one in listed)):
+        wrong.append(f"target_parameters is {listed!r:.60}, and must be a list of names")
     for name, pattern, read, wanted in (
         ("r", "rank_pattern", _is_rank, "a whole number of at least 1"),
-        ("lora_alpha", "alpha_pattern", _is_alpha, "a finite number that is not 0"),
+        ("lora_alpha", "alpha_pattern", is_alpha, "a finite number that is not 0"),
     ):
         patterns = config.get(pattern) or {}
         if not isinstance(patterns, dict):
@@ -247,7 +251,7 @@ def _is_rank(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_alpha(value: Any) -> bool:
+def is_alpha(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and 0 < abs(value) <= LARGEST_ALPHA
 

@@ -96,6 +96,51 @@ def test_bases_and_targets_of_megatron(
         good("diff", tmp_path / "hf", tmp_path / other)
 
 
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("ends", [("q_proj", "v_proj"), ("up_proj",), ("k_proj",), ("lm_head",)])
+def test_parts_of_fused_weights_that_have_no_adapter_are_kept(
+    ends: tuple[str, ...], format: str, tmp_path: Path
+) -> None:
+    """The commonest LoRA adapts q and v alone, whose rows lie between those of k."""
+    weights = lora.tensors(QWEN3)
+    modules = [m for m in lora.matrices(weights, ("norm", "embed")) if m.endswith(ends)]
+    assert modules
+    adapter = lora.save(tmp_path / "adapter", lora.factors(weights, modules))
+    good("adapter", "merge", QWEN3, adapter, tmp_path / "hf")
+    good("hf-to-megatron", QWEN3, tmp_path / "base", "--format", format, "--tp", 2, "--pp", 2)
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same")
+    for other in ("back", "same"):
+        good("diff", tmp_path / "hf", tmp_path / other)
+    read, wanted = mckpt.open(tmp_path / "base", adapter=adapter), mckpt.open(tmp_path / "hf")
+    for name in wanted:
+        assert np.array_equal(read[name].numpy(), wanted[name].numpy()), name
+
+
+def test_values_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
+    weights = lora.tensors(QWEN3)
+    stored = lora.factors(weights, lora.matrices(weights, ("norm", "embed", "lm_head"))[:7])
+    for config, said in (
+        ({"init_lora_weights": "OLoRA"}, "changes the weights of the base too"),
+        ({"target_parameters": True}, "must be a list of names"),
+    ):
+        adapter = lora.save(tmp_path / "adapter", stored, **config)
+        refused(3, said, args=("adapter", "merge", QWEN3, adapter, tmp_path / "out"))
+    adapter = lora.save(tmp_path / "adapter", stored)
+    merge = ("adapter", "merge", QWEN3, adapter, tmp_path / "out")
+    refused(2, "states its alpha in adapter_config.json", args=(*merge, "--alpha", "3"))
+    refused(3, "does not exist", args=("adapter", "merge", QWEN3, tmp_path / "x", tmp_path / "out"))
+    good("hf-to-megatron", QWEN3, tmp_path / "base")
+    factors = tmp_path / "factors"
+    good("adapter", "to-megatron", adapter, tmp_path / "base", factors, "--layout", "block")
+    for alpha in ("nan", "inf", "0"):
+        to_hf = ("adapter", "to-hf", factors, tmp_path / "out", "--alpha", alpha)
+        refused(2, "must be a finite number, not 0", args=to_hf)
+    weights = {**stored, "base_model.model.model.norm.weight": np.full(32, np.nan, "f4")}
+    adapter = lora.save(tmp_path / "nan", weights, modules_to_save=["norm"])
+    refused(3, "is nan", args=("adapter", "merge", QWEN3, adapter, tmp_path / "out"))
+
+
 def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
     modules = [m for m in lora.matrices(weights) if "layers.1." in m]
@@ -254,7 +299,7 @@ def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) 
 )
 def test_adapters_that_are_not_computed(config: Any, words: str, tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
-    stored = lora.factors(weights, lora.matrices(weights)[:1])
+    stored = lora.factors(weights, lora.matrices(weights, ("norm", "embed", "lm_head"))[:7])
     adapter = lora.save(tmp_path / "adapter", stored, **config)
     refused(3, words, args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"))
 
@@ -306,7 +351,7 @@ def test_factors_in_megatron_that_are_not_finite(
 
 def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
-    stored = lora.factors(weights, lora.matrices(weights)[:1])
+    stored = lora.factors(weights, lora.matrices(weights, ("norm", "embed", "lm_head"))[:7])
     again = {key.removeprefix(lora.PREFIX): array for key, array in stored.items()}
     adapter = lora.save(tmp_path / "adapter", stored | again)
     key = next(iter(again))
