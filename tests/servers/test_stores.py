@@ -572,8 +572,8 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     """
     server.set(Fault("PUT", r"mp_rank_01_000", "slow", 1, seconds=60))
     before = (
-        "from mckpt.conversion import sending, store_journal, to_store;"
-        "to_store.GROUP = sending.FILES = store_journal.LIVE_S = 1"
+        "from mckpt.conversion import store_journal, to_store;"
+        "to_store.GROUP = to_store.FILES = store_journal.LIVE_S = 1"
     )
     line = command_line(
         "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=before
