@@ -98,7 +98,7 @@ def compare(case: dict[str, Any], real: list[Any]) -> None:
 def test_every_key_of_a_dialect_has_a_place() -> None:
     dialects = [mapping.load("megatron", name) for name in mapping.names("megatron")]
     # the order of Megatron-Bridge's own modules is not known, and their flat buffers are refused
-    ordered = [one for one in dialects if one.registration.order and not one.trainer]
+    ordered = [d for d in dialects if d.registration.order and "Bridge" not in d.trainer]
     assert {dialect.name for dialect in ordered} >= {"gpt", "hybrid", "bert"}
     for dialect in ordered:
         for rule in dialect.rules:
