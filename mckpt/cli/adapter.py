@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ def merge(
     """
     from mckpt.adapters import converting, merging
 
+    if os.path.realpath(adapter) == os.path.realpath(dst):
+        raise UsageError(f"DST is the adapter itself, {adapter}; give another directory")
     plain = shared.open_source(base, options)
     with converting.opened_adapter(adapter, plain, alpha) as found:
         _write_merged(merging.merge(plain, found), dst, target_format, options)

@@ -130,6 +130,8 @@ def test_values_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     merge = ("adapter", "merge", QWEN3, adapter, tmp_path / "out")
     refused(2, "states its alpha in adapter_config.json", args=(*merge, "--alpha", "3"))
     refused(3, "does not exist", args=("adapter", "merge", QWEN3, tmp_path / "x", tmp_path / "out"))
+    same = ("adapter", "merge", QWEN3, adapter, adapter, "--overwrite")
+    refused(2, "DST is the adapter itself", args=same)
     good("hf-to-megatron", QWEN3, tmp_path / "base")
     factors = tmp_path / "factors"
     good("adapter", "to-megatron", adapter, tmp_path / "base", factors, "--layout", "block")
