@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -61,10 +60,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModel]:
     root = tmp_path_factory.mktemp("tiny")
     stamped: dict[Path, dict[Path, int]] = {}
 
-    @functools.cache
     def written(case: str, dtype: str = "bfloat16") -> Path:
-        directory = tiny.tiny_random(case, root / dtype / case, dtype)
-        stamped[directory] = stamps(directory)
+        directory = root / dtype / case
+        if directory not in stamped:
+            tiny.tiny_random(case, directory, dtype)
+            stamped[directory] = stamps(directory)
         return directory
 
     yield written
