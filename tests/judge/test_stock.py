@@ -240,11 +240,15 @@ def padded(work: Path, source: Path) -> list[dict[str, Any]]:
 def published(path: Path) -> megatron_args.Launch:
     """Returns the launch line of a published model for 8 ranks, from its config.json alone."""
     config = json.loads(path.read_text())
-    dims = mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    dims = family.read(config)
     size = Parallel(tp=2, ep=4, etp=1) if dims["num_experts"] else Parallel(tp=2)
     given = {"padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
     dialect = mapping.load("megatron", "gpt")
-    return megatron_args.launch(dialect, {**dialect.write(dims, given), **size.args()})
+    args = dialect.write(dims, given)
+    if family.dialect:  # layers that GPTModel lacks; the pattern of a hybrid describes them
+        args = {name: args[name] for name in args if not name.startswith("heterogeneous_layers")}
+    return megatron_args.launch(dialect, {**args, **size.args()})
 
 
 def renamed(checkpoint: Path, form: str, work: Path) -> Path:
