@@ -246,7 +246,7 @@ def published(path: Path) -> megatron_args.Launch:
     given = {"padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
     dialect = mapping.load("megatron", "gpt")
     args = dialect.write(dims, given)
-    if family.dialect == "hybrid":  # layers that GPTModel lacks; the pattern of a hybrid describes them
+    if family.dialect == "hybrid":  # GPTModel lacks these layers; a pattern describes them
         args = {name: args[name] for name in args if not name.startswith("heterogeneous_layers")}
     return megatron_args.launch(dialect, {**args, **size.args()})
 
