@@ -285,7 +285,7 @@ def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
 def _alpha(files: CheckpointFiles, given: float | None) -> float:
     """Returns the alpha of the adapters of a checkpoint, which is that of the user if it is given.
 
-    Raises UsageError for an alpha that is no scale, or for none.
+    Raises UsageError if alpha is not a finite number other than 0, or is not stated at all.
     """
     path = files.opened.root / RUN_CONFIG
     section = read_section(path, "peft") if path.exists() else None

@@ -53,7 +53,7 @@ class Fit(NamedTuple):
 
     @property
     def has_magnitudes(self) -> bool:
-        """Whether the products have magnitudes, which all have or none has."""
+        """Returns whether the adapter is DoRA: then each product has magnitudes."""
         return any(part.magnitudes for parts in self.parts.values() for part in parts)
 
 

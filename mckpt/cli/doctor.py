@@ -35,7 +35,7 @@ SMI_LIMIT_S = 5  # nvidia-smi takes a second, or hangs where a GPU has failed
 
 
 class Place(NamedTuple):
-    """Where the library of a store looks for credentials, and for an address of the store."""
+    """The variables and files that have the credentials and the address of a store."""
 
     variables: tuple[str, ...]
     files: tuple[str, ...]

@@ -117,7 +117,7 @@ class LiveOptimizer:
         """Yields the tensors of the state. The master copy of a parameter in fp32 is the parameter
         itself, which a distributed optimizer saves, and which need not be loaded twice.
 
-        Raises UsageError if there is no state before the first step.
+        Raises UsageError if the optimizer has no state yet, as before its first step.
         """
         for link in self.links:
             for parameter, low, main in _mains(link):

@@ -65,7 +65,7 @@ class Resumed(AbstractContextManager["Resumed"]):
         prove(self.source, share=slice(rank, None, world))
 
     def finish(self) -> None:
-        """Sets what is not a tensor: the count of steps, the settings of the param_groups, the loss
+        """Sets all values but tensors: the count of steps, the settings of the param_groups, the loss
         scalers and the scheduler.
         """
         self.optimizer.set_groups(self.groups, self.scalers)

@@ -128,7 +128,7 @@ def shift(src: np.ndarray, out: np.ndarray, offset: float) -> None:
 
 
 def has_infinity(values: np.ndarray) -> bool:
-    """Whether any of at most PIECE float16 values is infinite, in a sixth of the time of isinf."""
+    """Returns whether one of at most PIECE float16 values is infinite; 6 times as fast as isinf."""
     return bool(((values.view("u2") & 0x7FFF) == 0x7C00).any())
 
 

@@ -377,7 +377,7 @@ def test_a_run_config_that_cannot_be_loaded_is_refused(
 
 @pytest.mark.parametrize("case", made_models.BRIDGE_MODELS)
 def test_models_of_megatron_bridge_have_its_run_config(case: str) -> None:
-    """Of those that only Megatron-Bridge computes, fixtures/bridge has what it saves."""
+    """fixtures/bridge has the files that Megatron-Bridge saves of models that it alone computes."""
     config = made_models.config(case)
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     dims, file = family.read(config), file_of(family.dialect)

@@ -226,7 +226,7 @@ def compare_logits(source: Path, model: Any) -> dict[str, float]:
     tokens = torch.randint(config.vocab_size, (2, length), generator=torch.manual_seed(1))
     positions = torch.arange(length)[None].expand(2, -1)
     hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
-    model.config.apply_rope_fusion = False  # there is no kernel
+    model.config.apply_rope_fusion = False  # its kernel runs on GPUs only
     with torch.no_grad():
         wanted = reference(tokens).logits
         found = model.eval()(tokens, positions, hidden)[..., : config.vocab_size]

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge makes of the models that only it computes, for tests without it.
+"""Records the tensors that Megatron-Bridge saves of models that it alone computes, for tests.
 
     MEGATRON_BRIDGE_PYTHON=BRIDGE/bin/python python -m tests.helpers.bridge_facts [CASE ...]
 

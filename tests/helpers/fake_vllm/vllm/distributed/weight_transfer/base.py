@@ -1,4 +1,4 @@
-"""What examples/live/vllm_weights.py takes from vllm.distributed.weight_transfer.base."""
+"""The names of this module of vLLM that examples/live/vllm_weights.py imports."""
 
 from __future__ import annotations
 
