@@ -107,8 +107,8 @@ class Commands(click.Group):
 
 
 PREFIX = "MCKPT_"
-# Variables that do not set an option: those of a launcher (execute/ranks.py), and those that Kubernetes
-# sets in every container if a Service has the name mckpt.
+# Variables that do not set an option: those of a launcher (execute/ranks.py), and those that
+# Kubernetes sets in every container if a Service has the name mckpt.
 _OTHERS = re.compile(
     r"MCKPT_(RANK|NUM_RANKS|LOCAL_RANKS|RUN|SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)"
 )

@@ -65,8 +65,8 @@ class Resumed(AbstractContextManager["Resumed"]):
         prove(self.source, share=slice(rank, None, world))
 
     def finish(self) -> None:
-        """Sets all values but tensors: the count of steps, the settings of the param_groups, the loss
-        scalers and the scheduler.
+        """Sets all values but tensors: the count of steps, the settings of the param_groups, the
+        loss scalers and the scheduler.
         """
         self.optimizer.set_groups(self.groups, self.scalers)
         if self.scheduler is not None:
