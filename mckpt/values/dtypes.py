@@ -106,14 +106,16 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
         table.take(codes[part], out=out[part], mode="wrap")
 
 
-def bfloat16_bits(bits: np.ndarray) -> np.ndarray:
-    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    rounded >>= 16
-    return rounded.astype("u2")
+def bfloat16_bits(bits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Returns the bits of float32 numbers as those of bfloat16, rounded to even, in uint32; not for
+    NaN. `out` is memory for the result.
+    """
+    out = np.right_shift(bits, 16, out=out)
+    out &= 1
+    out += np.uint32(0x7FFF)
+    out += bits
+    out >>= 16
+    return out
 
 
 def shift(src: np.ndarray, out: np.ndarray, offset: float) -> None:
