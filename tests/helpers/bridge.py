@@ -101,15 +101,42 @@ def without_kernels() -> None:
 
 
 def published_configs() -> None:
-    """Registers the config class of MiMo, which is published beside its weights: that of Qwen2 with
-    the number of layers of multi-token prediction.
+    """Registers the config classes of models whose Python is published beside their weights. MiMo's
+    is that of Qwen2 with the number of layers of multi-token prediction.
     """
-    from transformers import AutoConfig, Qwen2Config
+    from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
 
     class MiMoConfig(Qwen2Config):
         model_type = "mimo"
 
-    AutoConfig.register("mimo", MiMoConfig)
+    class Published(PreTrainedConfig):
+        def convert_rope_params_to_dict(self, **more: Any) -> dict[str, Any]:
+            return more  # rope_theta and rope_scaling stay attributes, as in transformers 4
+
+    class Block(dict[str, Any]):
+        """A part of block_configs, whose keys are attributes in configuration_decilm.py."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in self:
+                raise AttributeError(name)
+            value = self[name]
+            return Block(value) if isinstance(value, dict) else value
+
+    class DeciLMConfig(Published):
+        model_type = "nemotron-nas"
+
+        def __post_init__(self, **more: Any) -> None:
+            blocks = [Block(block) for block in more.pop("block_configs", [])]
+            super().__post_init__(block_configs=blocks, **more)
+
+    class SarvamMLAConfig(Published):
+        model_type = "sarvam_mla"
+
+    class SarvamMoEConfig(Published):
+        model_type = "sarvam_moe"
+
+    for kind in (MiMoConfig, DeciLMConfig, SarvamMLAConfig, SarvamMoEConfig):
+        AutoConfig.register(kind.model_type, kind)
 
 
 def die_with(parent: int) -> None:
