@@ -28,7 +28,7 @@ from mckpt.formats.megatron.run_config import (
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
-from mckpt.storage import manifest
+from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.staging import MANIFEST
 
 
@@ -425,7 +425,8 @@ class ModelDescription:
         or that contradicts them.
         """
         files, given = self.files, self.files.options
-        out = list(files.opened.notes)
+        place = sparse_copy.of(files.path)
+        out = [*([place.note] if place and place.note else []), *files.opened.notes]
         named = given.mapping or given.family
         if not named and self.options.mapping:
             out.append(

@@ -361,8 +361,8 @@ def _write(
     remote = [p for p in (source.path, planned.destination.root) if sparse_copy.of(p) is not None]
     if workers > 1 and remote:  # the libraries of stores do not survive a fork
         raise UsageError(
-            f"--workers {workers}: {remote[0]} is not on this machine, and such a run uses"
-            " threads; leave the option out, or start ranks with torchrun or srun"
+            f"--workers {workers}: {remote[0]} is not a directory of this machine, and such a run"
+            " uses threads; leave the option out, or start ranks with torchrun or srun"
         )
     # imported before the workers are forked, so that they need not import it again
     import mckpt.conversion.run  # noqa: F401

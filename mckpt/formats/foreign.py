@@ -46,10 +46,10 @@ _NAMES = (
         " `mckpt adapter merge` add it to the weights.",
     ),
     (
-        r"^module\.",
-        "NeMo begins the names of a Megatron model with `module.`. Of its checkpoints, mckpt reads"
-        " those in the format torch_dist. Export this one with llm.export_ckpt(path=DIR,"
-        " target='hf', output_path=OUT) of NeMo.",
+        r"^model\.language_model\.encoder\.",
+        "These are the names of NeMo's own GPT model, which it builds if mcore_gpt is false. mckpt"
+        " reads its models of Megatron-Core. Convert this one with NeMo's"
+        " scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py first.",
     ),
     (
         r"^tok_embeddings\.|\.attention\.w[qkvo]\.",
@@ -72,14 +72,12 @@ _VERL = (
     "a checkpoint of verl. Run `python -m verl.model_merger merge --backend fsdp --local_dir"
     " DIR/actor --target_dir OUT` (--backend megatron for a run with Megatron)"
 )
-_NEMO_1 = (
-    "a checkpoint of NeMo 1. Export it with the convert_*_nemo_to_hf.py of its model, in"
-    " scripts/checkpoint_converters of NeMo"
-)
 # Patterns of file names -> the description of a directory that has files for all of them
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("*.nemo",), _NEMO_1),
-    (("model_weights", "model_config.yaml"), _NEMO_1),
+    (
+        ("*.nemo",),
+        "a directory with archives of NeMo 1: give the path of one of them, a *.nemo file",
+    ),
     (
         ("adapter_config.json",),
         "a PEFT adapter without the model that it belongs to, which its adapter_config.json names:"

@@ -1,5 +1,5 @@
-"""Places of checkpoints: a directory of this machine, a model on the Hub, or a URL of an object
-store. All of them are read as a local directory.
+"""Places of checkpoints: a directory or an archive of this machine, a model on the Hub, or a URL of
+an object store. All of them are read as a local directory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mckpt.formats.megatron.save_directory import is_iteration_name
 from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import STAGING
 
+NEMO = ".nemo"  # ends the name of an archive of NeMo 1
 _SIDE = "hf/"  # the directory of Hugging Face files in a save directory
 
 
@@ -22,7 +23,7 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
 
     A model on the Hub is downloaded into the cache of huggingface_hub, with its weights or without.
     For a URL it is a sparse copy (`storage.sparse_copy`), whose bytes are downloaded when they are
-    read.
+    read; so it is for an archive of NeMo (`storage.archive`).
 
     Raises UsageError, SourceError, StorageError or MissingExtra.
     """
@@ -32,6 +33,11 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
         from mckpt.formats import hf_hub
 
         return hf_hub.local(name, weights=weights)
+    if Path(path).suffix == NEMO and Path(path).is_file():
+        from mckpt.storage.archive import Archive
+
+        archive = Archive(Path(path))
+        return sparse_copy.load(path, archive, Path(path).name, note=archive.note)
     return Path(path)
 
 

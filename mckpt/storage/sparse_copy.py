@@ -53,6 +53,7 @@ class SparseCopy:
         self.objects: dict[str, Object] = {}
         self.files: dict[str, Holes] = {}  # files that have holes, by name
         self.lock = threading.Lock()
+        self.note = ""  # what a plan states about the place
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Lets another process make a sparse copy of its own of the same URL. A pickled store has
@@ -185,13 +186,18 @@ class Holes:
 
 
 def load(
-    url: object, store: Store, name: str, keep: Callable[[str], bool] = lambda name: True
+    url: object,
+    store: Store,
+    name: str,
+    keep: Callable[[str], bool] = lambda name: True,
+    note: str = "",
 ) -> Path:
     """Returns a sparse copy of a URL, a directory called `name`. Small files at its top are whole.
 
-    keep: which objects to show.
+    keep: which objects to show. note: what a plan states about the place.
     """
     made = _create(str(url), store, name, keep)
+    made.note = note
     made.list()
     return made.root
 
@@ -238,7 +244,7 @@ def fill(*folders: Path) -> None:
     for folder in folders:
         if (copy := of(folder)) is not None:
             for name in copy.below(folder):
-                if (file := copy.files.get(name)) is None:
+                if (file := copy.files.get(name)) is None or _is_chunk(name):
                     continue
                 if _is_whole(name, file.object):
                     todo.append(file.fill)
@@ -299,8 +305,8 @@ def refuse(path: Path, what: str) -> None:
     """Raises UsageError for a path in a sparse copy: some commands need the files themselves."""
     if (copy := of(path)) is not None:
         raise UsageError(
-            f"{copy.url}: {what} needs the files on this machine; copy them here first, or convert"
-            " them to a local directory"
+            f"{copy.url}: {what} needs a directory of this machine; copy or unpack it here first,"
+            " or convert it to a local directory"
         )
 
 
@@ -393,6 +399,11 @@ def in_threads(call: Callable[[T], object], items: Iterable[T]) -> None:
     with ThreadPoolExecutor(min(THREADS, len(todo))) as pool:
         for _ in pool.map(call, todo):
             pass
+
+
+def _is_chunk(name: str) -> bool:
+    """Returns whether an object is a chunk of a zarr array, such as KEY/0.1.0, without headers."""
+    return name.rpartition("/")[2].replace(".", "").isdecimal()
 
 
 def _is_whole(name: str, one: Object) -> bool:

@@ -130,7 +130,7 @@ def test_lora_in_megatron_is_an_error_with_its_cure(tmp_path: Path) -> None:
 TORCH = ("--format", "torch")
 # paths that a directory has -> the words of the error
 DIRECTORIES = {
-    "NeMo 1": (("model.nemo",), ("NeMo 1",)),
+    "NeMo 1": (("model.nemo",), ("archives of NeMo 1", "a *.nemo file")),
     "PEFT": (
         ("adapter_config.json", "adapter_model.safetensors", "config.json"),
         ("PEFT adapter", "mckpt adapter merge"),
@@ -155,11 +155,6 @@ def test_a_directory_of_another_program_is_named(case: str, tmp_path: Path) -> N
         path.write_bytes(b"5")
     for command in ("megatron-to-hf", "hf-to-megatron"):
         refused(3, *words, args=(command, tmp_path / "src", tmp_path / "dst"))
-
-
-def test_a_file_of_nemo_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.nemo").write_bytes(b"")
-    refused(3, "NeMo 1", args=("megatron-to-hf", tmp_path / "model.nemo", tmp_path / "dst"))
 
 
 def test_a_step_of_torchtitan_did_finish(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ has further entries by kind. The entries are listed first, and the results behin
              -> NAME.npy: fp32 logits [batch, seq, vocab] of the first layer of multi-token
                 prediction
     save     args, destination, format, seed, with_args, iteration (null: release), tokens
+             format: also nemo_dist, nemo_torch and nemo_o2, as NeMo 1 saves
              -> a model with random weights, the same for every parallel size, which megatron-core
                 saved in args.params_dtype
              -> NAME.npy, as above
@@ -265,6 +266,8 @@ def save_case(
     keep_logits(chunks, args, case, rank, out)
     for chunk in chunks:
         build.cast(chunk, dtype)
+    if case["format"].startswith("nemo"):
+        return {"unit": str(save_nemo(chunks, args, case["format"], Path(case["destination"])))}
     unit = save.save(
         chunks,
         args,
@@ -274,6 +277,37 @@ def save_case(
         case.get("with_args", True),
     )
     return {"unit": str(unit)}
+
+
+def save_nemo(chunks: list[Any], args: Namespace, form: str, place: Path) -> Path:
+    """Saves a model as NeMo 1 does, without model_config.yaml (parts/nlp_overrides.py,
+    NLPSaveRestoreConnector.save_to).
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    if form == "nemo_dist":
+        metadata = load.with_group({})
+        place = place / "model_weights"
+        if dist.get_rank() == 0:
+            place.mkdir(parents=True)
+        dist.barrier()
+        state: dict[str, Any] = {}
+        for chunk in chunks:
+            state |= chunk.sharded_state_dict(prefix="model.", metadata=metadata)
+        dist_checkpointing.save(state, str(place))
+        return place
+    t = parallel_state.get_tensor_model_parallel_rank()
+    p = parallel_state.get_pipeline_model_parallel_rank()
+    if args.pipeline_model_parallel_size > 1:
+        place = place / f"tp_rank_{t:02d}_pp_rank_{p:03d}"
+    elif args.tensor_model_parallel_size > 1:
+        place = place / f"mp_rank_{t:02d}"
+    place.mkdir(parents=True, exist_ok=True)
+    # megatron_amp_O2 wraps the model into a Float16Module
+    start = "model.module." if form == "nemo_o2" else "model."
+    weights = {f"{start}{key}": value for key, value in chunks[0].state_dict().items()}
+    torch.save(weights, place / "model_weights.ckpt")
+    return place
 
 
 def train_case(

@@ -170,7 +170,7 @@ def test_commands_that_read_take_a_url(cli, server, bucket, local):
     cli("diff", "s3:hf", "s3:m")
     assert f"PASS: s3://{bucket}/hf and " in cli("verify", "s3:hf", "s3:m", "--level", "bytes").out
     said = cli("verify", "s3:hf", "s3:m", code=2).err
-    assert "--level forward needs the files on this machine" in said
+    assert "--level forward needs a directory of this machine" in said
     log = server.control()["log"]
     assert not any(line.startswith(("PUT", "POST", "DELETE")) for line in log)
 

@@ -274,21 +274,30 @@ def has_keys(root: Path, prefix: str) -> bool:
     return any(head[m.start() - 1] == len(m[0]) for m in starts)
 
 
-# where NeMo puts `module.` in the keys of a model, and of an optimizer's state of it
-WRAPPED = re.compile(r"(?:^|(?<=\.))module\.(?=(?:embedding|decoder|output_layer|mtp)\.)")
+# what NeMo puts into the keys of a model, and of an optimizer's state of it
+_WRAPPED = re.compile(
+    r"(?:^|(?<=\.))(?:module\.|model\.(?:module\.)?)(?=(?:embedding|decoder|output_layer|mtp)\.)"
+)
+
+
+def unwrapped(key: str) -> str:
+    """Returns the key of Megatron-Core for a key of NeMo; other keys stay as they are."""
+    return _WRAPPED.sub("", key, count=1)
+
+
+def wrapping(keys: Iterable[str]) -> tuple[str, ...]:
+    """Returns a note if keys of a model are those of NeMo."""
+    found = next((match[0] for key in keys if (match := _WRAPPED.match(key))), None)
+    return (f"its keys begin with `{found}`, as NeMo writes them",) if found else ()
 
 
 def _unwrapped(metadata: Metadata) -> Metadata:
     """Returns an index with the keys of Megatron-Core in place of those of NeMo."""
-
-    def key_of(key: str) -> str:
-        return WRAPPED.sub("", key, count=1)
-
     return Metadata(
-        {key_of(key): found for key, found in metadata.tensors.items()},
-        [key_of(key) for key in metadata.objects],
-        {(key_of(key), at): item for (key, at), item in metadata.items.items()},
-        {key_of(key): shape for key, shape in metadata.flattened.items()},
+        {unwrapped(key): found for key, found in metadata.tensors.items()},
+        [unwrapped(key) for key in metadata.objects],
+        {(unwrapped(key), at): item for (key, at), item in metadata.items.items()},
+        {unwrapped(key): shape for key, shape in metadata.flattened.items()},
     )
 
 
@@ -311,11 +320,11 @@ def names_of(bound: Iterable[Bound]) -> set[str]:
 class Directory(Chunked):
     """The index of a directory, and the places of its chunks."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, nemo: bool = False) -> None:
+        """nemo: the keys may be those of NeMo."""
         metadata = read_metadata(root / METADATA)
-        if any(WRAPPED.match(key) for key in metadata.tensors):
-            metadata = _unwrapped(metadata)
-            self.notes = ("its keys begin with `module.`, as NeMo writes them",)
+        if nemo and (notes := wrapping(metadata.tensors)):
+            metadata, self.notes = _unwrapped(metadata), notes
         super().__init__(root, metadata)
         absent = [name for name in self.files if not (root / name).is_file()]
         if absent:

@@ -5,7 +5,9 @@
 (Megatron-Bridge, training/model_load_save.py: load_model_config; training/checkpointing.py)
 
 A checkpoint of NeMo 2.0 has context/model.yaml beside its directory `weights`, whose section
-`config` is read in the same way (NeMo, lightning/io/mixin.py: io_dump).
+`config` is read in the same way (NeMo, lightning/io/mixin.py: io_dump). One of NeMo 1 has
+model_config.yaml beside its weights, without sections (models/language_modeling/
+megatron_base_model.py: build_transformer_config).
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.errors import SourceError
-from mckpt.formats.megatron.save_directory import CONTEXT, WEIGHTS
+from mckpt.formats.megatron.save_directory import CONTEXT, NEMO_CONFIG, NEMO_WEIGHTS, WEIGHTS
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 
 RUN_CONFIG = "run_config.yaml"
-NEMO, NEMO_MODEL = "NeMo", "model.yaml"
+NEMO_MODEL = "model.yaml"
+# file -> the `trainer` of the mapping file that reads it, and the section with the model
+_NEMO = {NEMO_MODEL: ("NeMo", "config"), NEMO_CONFIG: ("NeMo 1", None)}
 TRAIN_STATE = "train_state.pt"  # counters of the training run; Megatron-Bridge loads without it
 _MAX_BYTES = 1 << 24
 # the args of parallel sizes that have another name here
@@ -60,8 +64,11 @@ def description_of(root: Path) -> Path | None:
 
     root: the directory of the tensors.
     """
-    nemo = root.parent / CONTEXT / NEMO_MODEL
-    found = [root / RUN_CONFIG, *([nemo] if root.name == WEIGHTS else [])]
+    found = [root / RUN_CONFIG, root / NEMO_CONFIG]
+    if root.name == WEIGHTS:
+        found.append(root.parent / CONTEXT / NEMO_MODEL)
+    if root.name == NEMO_WEIGHTS:
+        found.append(root.parent / NEMO_CONFIG)
     return next((path for path in found if path.is_file()), None)
 
 
@@ -71,7 +78,7 @@ def mapping_file(dialect: MappingFile, path: Path = Path(RUN_CONFIG)) -> Mapping
 
     path: the file with the description, as `description_of` returns it.
     """
-    trainer = NEMO if path.name == NEMO_MODEL else dialect.trainer
+    trainer, _ = _NEMO.get(path.name, (dialect.trainer, None))
     files = (mapping.load("run_config", name) for name in mapping.names("run_config"))
     return next((file for file in files if file.trainer == trainer), None)
 
@@ -151,18 +158,20 @@ def _parsed(path: Path, parse: Callable[[bytes, Any], Any], loader: Any) -> Any:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """Returns the section `model` of a run_config.yaml, or `config` of NeMo's model.yaml; its tags
-    of Python objects are read as plain values.
+    """Returns the section `model` of a run_config.yaml, `config` of NeMo's model.yaml, or the whole
+    of its model_config.yaml; its tags of Python objects are read as plain values.
     """
-    section = "config" if path.name == NEMO_MODEL else "model"
+    _, section = _NEMO.get(path.name, ("", "model"))
     model = read_section(path, section)
     if not isinstance(model, dict):
-        raise SourceError(f"{path}: has no `{section}` section")
+        raise SourceError(f"{path}: has no {f'section `{section}`' if section else 'entries'}")
     return model
 
 
-def read_section(path: Path, name: str) -> Any:
-    """Returns a section of a run_config.yaml, as `read_model`; None if it has no such section."""
+def read_section(path: Path, name: str | None) -> Any:
+    """Returns a section of a run_config.yaml, as `read_model`, or with None all of them; None if it
+    has no such section.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -179,4 +188,6 @@ def read_section(path: Path, name: str) -> Any:
 
     Loader.add_multi_constructor("", plain)
     found = _parsed(path, yaml.load, Loader)  # a SafeLoader: nothing is imported
+    if name is None:
+        return found
     return found.get(name) if isinstance(found, dict) else None

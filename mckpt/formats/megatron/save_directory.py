@@ -20,6 +20,8 @@ from mckpt.storage.staging import sync
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 WEIGHTS, CONTEXT = "weights", "context"  # the directories in a checkpoint of NeMo 2.0
+# the directory in one of NeMo 1, and the file that describes it
+NEMO_WEIGHTS, NEMO_CONFIG = "model_weights", "model_config.yaml"
 MAPPING = "mckpt-mapping.yaml"  # the user's own family file, kept beside config.json
 
 
@@ -57,8 +59,8 @@ def is_save_directory(path: Path) -> bool:
 
 
 def find(path: Path, iteration: int | None = None) -> IterationDirectory:
-    """Returns the checkpoint that `path` names: the directory itself, its `weights` for one of NeMo
-    2.0, or in a save directory the iteration that the tracker file or `iteration` names.
+    """Returns the checkpoint that `path` names: the directory itself, the directory of the weights
+    in one of NeMo, or in a save directory the iteration that the tracker file or `iteration` names.
     """
     path = path.resolve()
     tracker = path / TRACKER
@@ -72,7 +74,11 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
             raise UsageError(
                 f"{path}: has no directories of iterations, so leave --iteration {iteration} out"
             )
-        inner = path / WEIGHTS if (path / WEIGHTS).is_dir() and (path / CONTEXT).is_dir() else path
+        nemo = ((WEIGHTS, CONTEXT), (NEMO_WEIGHTS, NEMO_CONFIG))
+        inside = (
+            path / w for w, beside in nemo if (path / w).is_dir() and (path / beside).exists()
+        )
+        inner = next(inside, path)
         return IterationDirectory(inner, inner.parent, inner.name)
     if iteration is not None:
         name = iteration_name(iteration)

@@ -6,6 +6,9 @@
 Layer and expert numbers in keys are local to the file (and to its virtual stage); shards of tensor
 parallelism are whole tensors. The models from before megatron-core are dicts of dicts; their keys
 are joined with dots. A file of one rank may also lie in the directory itself.
+
+NeMo 1 writes model_weights.ckpt, the state dict alone with keys that begin with `model.`, and names
+the directories of a pipeline tp_rank_TT_pp_rank_PPP.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
+from mckpt.formats.megatron.chunked import unwrapped
 from mckpt.formats.megatron.interface import Common, has_tensors
 from mckpt.formats.megatron.optimizer import (
     LAYER_WISE,
@@ -61,12 +65,16 @@ from mckpt.storage.files import opened
 from mckpt.values.dtypes import itemsize
 
 CHOICES = {"keys": ("local",)}  # of the dialects
+# of the files, of which a checkpoint has those of one pattern
+_PATTERNS = ("mp_rank_*/*.pt", "?p_rank_*/*.ckpt", "*.pt", "*.ckpt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_NEMO_RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 _MAX_DEPTH = 8  # of dicts in a model; Megatron-LM has 4
 
 
 def detect(path: Path) -> bool:
-    return any(path.glob("mp_rank_0*")) or _file_in(path) is not None
+    ranks = any(path.glob("mp_rank_0*")) or any(path.glob("tp_rank_0*"))
+    return ranks or _file_in(path) is not None
 
 
 def _file_in(directory: Path) -> Path | None:
@@ -95,11 +103,10 @@ class Torch:
         self.root = path
         # Until 2022, Megatron-LM kept the distributed optimizer of each rank in a directory of its
         # own, which has an `optim.pt` and no weights.
-        self.directories = sorted(
-            p.name
-            for p in path.iterdir()
-            if p.is_dir() and _RANK.fullmatch(p.name) and os.listdir(p) != [OPTIMIZER]
-        )
+        found = [p.name for p in path.iterdir() if p.is_dir() and os.listdir(p) != [OPTIMIZER]]
+        # by Megatron's name of each
+        self._stored = {_NEMO_RANK.sub(r"mp_rank_\1_\2", name): name for name in found}
+        self.directories = sorted(filter(_RANK.fullmatch, self._stored))
         self.alone = not self.directories and _file_in(path) is not None
         if self.alone:
             self.directories = [Parallel().directory(0, 0, 0)]
@@ -184,7 +191,7 @@ class Torch:
 
     def spans(self, problems: list[str]) -> Iterator[Span]:
         """Returns the records and tensors of the files of all ranks."""
-        paths = sorted(self.root.glob("mp_rank_*/*.pt")) or sorted(self.root.glob("*.pt"))
+        paths = next(filter(None, (sorted(self.root.glob(p)) for p in _PATTERNS)), [])
         return torch_spans.spans((Item(str(p)) for p in paths), problems, keep="model")
 
     def choices(self, names: Names) -> dict[str, Any]:
@@ -362,6 +369,8 @@ class Torch:
         value, data = self._parse(path)
         if not isinstance(value, dict):
             raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a dict")
+        if value and all(isinstance(k, str) and k.startswith("model.") for k in value):  # NeMo
+            value = {"model": {unwrapped(key): found for key, found in value.items()}}
         names = (
             ["model"]
             if "model" in value
@@ -399,7 +408,7 @@ class Torch:
 
     def _path(self, directory: str) -> str:
         """Returns the path of the file with the weights of a rank, which may be missing."""
-        folder = self.root if self.alone else self.root / directory
+        folder = self.root if self.alone else self.root / self._stored.get(directory, directory)
         return str(_file_in(folder) or folder / FILE)
 
     def _parse(self, path: str) -> tuple[Any, Ranges]:

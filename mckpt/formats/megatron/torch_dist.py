@@ -83,7 +83,7 @@ def open_directory(path: Path) -> TorchDist:
         )
     if not (path / METADATA).exists():
         raise SourceError(f"{path}: has {MARKER} and no {METADATA}")
-    return TorchDist(Directory(path), FORMAT)
+    return TorchDist(Directory(path, nemo=True), FORMAT)
 
 
 class TorchDist:

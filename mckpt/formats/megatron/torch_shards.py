@@ -13,8 +13,9 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, Scope
 
 FILE = "model_optim_rng.pt"
-# Until 2022 a checkpoint with a distributed optimizer had the two others instead.
-FILES, OPTIMIZER = (FILE, "model_rng.pt"), "optim.pt"
+# Until 2022 a checkpoint with a distributed optimizer had model_rng.pt and optim.pt instead.
+# The last name is that of NeMo 1.
+FILES, OPTIMIZER = (FILE, "model_rng.pt", "model_weights.ckpt"), "optim.pt"
 
 
 def directories(parallel: Parallel, grid: list[tuple[int, int]]) -> list[str]:

@@ -24,7 +24,7 @@ from mckpt.containers.dcp_metadata import Chunk, Metadata, possible
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
-from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.formats.megatron.chunked import Chunked, Files, unwrapped, wrapping
 from mckpt.geometry.box import row_major
 from mckpt.lazy import numpy as np
 from mckpt.storage.files import read_json, unreadable
@@ -131,20 +131,23 @@ class ZarrDirectory(Chunked):
         objects: list[str] = []
         items: dict[Any, tuple[str, int, int]] = {}
         problems: list[str] = []
-        for key, names in self._folders():
+        folders = list(self._folders())
+        self.notes = wrapping(folder for folder, _ in folders)
+        for folder, names in folders:
+            key = unwrapped(folder)
             if ARRAY in names:
-                array = self.arrays[key] = read_array(root / key / ARRAY)
-                chunks = self._chunks(key, array, names, problems)
+                array = self.arrays[key] = read_array(root / folder / ARRAY)
+                chunks = self._chunks(folder, array, names, problems)
                 tensors[key] = (array.dtype, array.shape, [place for place, _ in chunks])
                 nbytes = math.prod(array.chunk) * itemsize(array.dtype)
                 for (offsets, _), name in chunks:
-                    items[key, offsets] = (f"{key}/{name}", 0, nbytes)
-            self.sizes |= {f"{key}/{name}": size for name, size in names.items()}
+                    items[key, offsets] = (f"{folder}/{name}", 0, nbytes)
+            self.sizes |= {f"{folder}/{name}": size for name, size in names.items()}
             for name in sorted(names):
                 if name.startswith(OBJECT) and name.endswith(".pt"):
                     number = f"{key}/{name.removesuffix('.pt')}"
                     objects.append(number)
-                    items[number, None] = (f"{key}/{name}", 0, names[name])
+                    items[number, None] = (f"{folder}/{name}", 0, names[name])
         if problems:
             raise SourceError.of(
                 f"{root}: chunks of its arrays are missing. Megatron-Core writes each of them, so"
@@ -166,7 +169,7 @@ class ZarrDirectory(Chunked):
 
     @staticmethod
     def _chunks(
-        key: str, array: Array, names: dict[str, int], problems: list[str]
+        folder: str, array: Array, names: dict[str, int], problems: list[str]
     ) -> list[tuple[Chunk, str]]:
         """Returns the offsets and sizes of each chunk of an array, and the name of its file.
 
@@ -185,13 +188,13 @@ class ZarrDirectory(Chunked):
                 if index != other
             )
             more = f" and {absent - 1:,} more" if absent > 1 else ""
-            problems.append(f"{key}/{chunk_name(first)}{more}, of {total:,} chunks")
+            problems.append(f"{folder}/{chunk_name(first)}{more}, of {total:,} chunks")
         known = {name for _, name in chunks}
         other = [n for n in sorted(names) if n.replace(".", "").isdigit() and n not in known]
         if other:
             problems.append(
-                f"{key}/{other[0]} is outside of the array, which is {list(array.shape)} in chunks"
-                f" of {list(array.chunk)}"
+                f"{folder}/{other[0]} is outside of the array, which is {list(array.shape)} in"
+                f" chunks of {list(array.chunk)}"
             )
         return [(array.box(index), name) for index, name in chunks]
 

@@ -1,0 +1,209 @@
+"""Archives of NeMo 1 with the format zarr, from files that an old megatron-core saved, and archives
+that are damaged. `tests/judge/test_nemo_1.py` has those of the other formats.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mckpt
+from mckpt.checkpoint.description import SourceOptions
+from mckpt.errors import SourceError
+from tests.helpers import nemo_archive
+from tests.helpers.commands import good, refused
+from tests.helpers.tiny import unpack
+
+UNIT = "iter_0000001"
+VOCABULARY = SourceOptions(vocab_size=14)
+
+
+def zarr(work: Path, prefix: str, weights: str) -> tuple[Path, dict[str, object]]:
+    """Makes work/nemo/WEIGHTS of a sample, with the keys of NeMo; returns work/nemo, and the values
+    of a config.json of the model.
+    """
+    sample = unpack("zarr/0.8-llama-float16", work / "sample")
+    dims = mckpt.open(sample / "torch").dims
+    folder = work / "nemo" / weights
+    shutil.copytree(sample / "zarr" / UNIT, folder)
+    for path in list(folder.iterdir()):
+        if path.name.startswith(("decoder.", "embedding.", "output_layer.")):
+            path.rename(folder / f"{prefix}{path.name}")
+        elif path.name.startswith("optimizer"):
+            shutil.rmtree(path)
+    (folder / "common.pt").unlink()
+    names = {
+        "max_position_embeddings": "max_positions",
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_size",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_query_groups",
+        "head_dim": "head_dim",
+        "rms_norm_eps": "norm_eps",
+        "rope_theta": "rope_theta",
+        "tie_word_embeddings": "tied",
+    }
+    return work / "nemo", {key: dims[name] for key, name in names.items()}
+
+
+@pytest.mark.parametrize("mode", ["w:", "w:gz"])
+def test_an_archive_of_zarr_has_the_weights_of_the_same_ranks(mode: str, tmp_path: Path) -> None:
+    folder, config = zarr(tmp_path, "model.", "model_weights")
+    described = nemo_archive.described(config)
+    archive = nemo_archive.pack(folder, described, tmp_path / "a.nemo", mode)
+    ckpt = mckpt.Checkpoint.open(archive, VOCABULARY)
+    assert ckpt.format == "zarr"
+    assert not mckpt.diff(ckpt, tmp_path / "sample" / "torch")
+    out = good("megatron-to-hf", archive, tmp_path / "out", "--vocab-size", 14).err
+    assert "its keys begin with `model.`, as NeMo writes them" in out
+    assert ("is compressed, so its" in out) == (mode == "w:gz")
+    assert not mckpt.diff(tmp_path / "out", tmp_path / "sample" / "torch")
+    assert "decoder.layers.mlp.linear_fc1.weight" in good("inspect", archive).out
+
+
+def test_a_checkpoint_of_nemo_2_in_zarr_is_read(tmp_path: Path) -> None:
+    folder, config = zarr(tmp_path, "module.", "weights")
+    found = {
+        "_target_": "nemo.collections.llm.gpt.model.llama.Llama2Config7B",
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "seq_length": config["max_position_embeddings"],
+        "rotary_base": config["rope_theta"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "share_embeddings_and_output_weights": False,
+        "normalization": "RMSNorm",
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+    }
+    (folder / "context").mkdir()
+    (folder / "context" / "model.yaml").write_text(yaml.safe_dump({"config": found}))
+    ckpt = mckpt.Checkpoint.open(folder, VOCABULARY)
+    assert ckpt.format == "zarr"
+    assert not mckpt.diff(ckpt, tmp_path / "sample" / "torch")
+
+
+def cut(size: int) -> Callable[[Path], None]:
+    """Returns what cuts an archive to a size."""
+    return lambda path: path.write_bytes(path.read_bytes()[:size])
+
+
+def rewritten(change: Callable[[tarfile.TarInfo], bool]) -> Callable[[Path], None]:
+    """Returns what writes an archive again, with each member as `change` leaves it; False drops the
+    member.
+    """
+
+    def damage(path: Path) -> None:
+        out = io.BytesIO()
+        with tarfile.open(path) as old, tarfile.open(fileobj=out, mode="w:") as new:
+            for member in old.getmembers():
+                data = old.extractfile(member) if member.isreg() else None
+                if change(member):
+                    new.addfile(member, data if member.isreg() else None)
+        path.write_bytes(out.getvalue())
+
+    return damage
+
+
+def named(name: str) -> Callable[[tarfile.TarInfo], bool]:
+    def change(member: tarfile.TarInfo) -> bool:
+        if member.name == "./a_tokenizer.model":
+            member.name = name
+        return True
+
+    return change
+
+
+def linked(member: tarfile.TarInfo) -> bool:
+    if member.name == "./a_tokenizer.model":
+        member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc/passwd", 0
+    return True
+
+
+def without(part: str) -> Callable[[tarfile.TarInfo], bool]:
+    return lambda member: part not in member.name
+
+
+# name -> the damage, and words of the error
+DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "empty": (cut(0), ("a.nemo: is not a tar archive",)),
+    "no archive": (lambda path: path.write_bytes(b"x" * 4096), ("a.nemo: is not a tar archive",)),
+    "cut inside a header": (cut(30_000), ("a.nemo: has no end", "so it is truncated; copy it")),
+    "cut after a header": (cut(30_208), ("a.nemo: is not a tar archive, or is truncated", "copy")),
+    "cut after a member": (cut(29_696), ("a.nemo: has no end of a tar archive at byte 29,696",)),
+    "outside": (rewritten(named("../evil")), ("'../evil' lies outside of the archive",)),
+    "absolute": (rewritten(named("/tmp/evil")), ("'/tmp/evil' lies outside of the archive",)),
+    "twice": (rewritten(named("./model_config.yaml")), ("has 'model_config.yaml' twice",)),
+    "link": (rewritten(linked), ("'./a_tokenizer.model' is a link",)),
+    "no config": (rewritten(without("model_config")), ("no checkpoint that mckpt knows",)),
+    "no weights": (rewritten(without("/model_weights")), ("no checkpoint that mckpt knows",)),
+    "no chunk": (
+        rewritten(without("fc2.weight/1.0.0")),
+        ("a.nemo/model_weights", "fc2.weight/1"),
+    ),
+    "no array": (rewritten(without("fc2.weight")), ("linear_fc2.weight is missing",)),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(work: Path) -> Path:
+    folder, config = zarr(work / "whole", "model.", "model_weights")
+    return nemo_archive.pack(folder, nemo_archive.described(config), work / "whole" / "a.nemo")
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_archive_is_one_error(case: str, whole: Path, tmp_path: Path) -> None:
+    damage, words = DAMAGE[case]
+    archive = tmp_path / "a.nemo"
+    shutil.copyfile(whole, archive)
+    damage(archive)
+    refused(3, *words, args=("megatron-to-hf", archive, tmp_path / "out", "--vocab-size", 14))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2_000])
+def test_a_compressed_archive_that_is_cut_is_one_error(size: int, tmp_path: Path) -> None:
+    folder, config = zarr(tmp_path, "model.", "model_weights")
+    archive = nemo_archive.pack(folder, nemo_archive.described(config), tmp_path / "a.nemo", "w:gz")
+    cut(-size)(archive)
+    refused(3, "a.nemo: is truncated or damaged", args=("inspect", archive))
+
+
+def test_an_archive_that_changes_while_it_is_read_is_an_error(whole: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "a.nemo"
+    shutil.copyfile(whole, archive)
+    ckpt = mckpt.Checkpoint.open(archive, VOCABULARY)
+    cut(30_000)(archive)
+    with pytest.raises(SourceError, match="was changed while it was read"):
+        ckpt["embed.weight"][:].numpy()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"mcore_gpt": False}, ("mcore_gpt is False", "convert_gpt_nemo_to_mcore.py")),
+        ({"activation": "reglu"}, ("activation is 'reglu'",)),
+        ({"target": "nemo.x.MegatronT5Model"}, ("MegatronGPTModel",)),
+        ({"mcore_customization_config": {"new_decoder_architecture": 1}}, ("customization",)),
+        ({"apply_embedding_scaling": True}, ("apply_embedding_scaling is True",)),
+        ({"some_new_layer": 7.5}, ("some_new_layer",)),
+    ],
+)
+def test_a_model_that_the_mapping_does_not_know_is_refused(
+    changed: dict[str, object], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder, config = zarr(tmp_path, "model.", "model_weights")
+    described = {**nemo_archive.described(config), **changed}
+    archive = nemo_archive.pack(folder, described, tmp_path / "a.nemo")
+    refused(4, *words, args=("megatron-to-hf", archive, tmp_path / "out", "--vocab-size", 14))
