@@ -146,6 +146,7 @@ LOADED = {
     "gemma": Parallel(tp=2),
     "gemma2": Parallel(tp=2),
     "gemma3": Parallel(tp=2),
+    "gemma3_linear": Parallel(tp=4),
     "glm4_moe_lite": Parallel(tp=2),
     "gpt_oss": Parallel(pp=2),
     "llama": Parallel(tp=4, pp=2),
