@@ -42,6 +42,7 @@ class Module(NamedTuple):
     bound: Bound  # of the weight
     stem: str  # starts the keys of its factors
     of: tuple[str, ...]  # templates of the weights
+    by_rank: bool = False  # B has the rows of each tensor-parallel rank one after the other
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ class AdapterNames(Names):
     def module(self) -> str:
         """The name of the module that an adapter adds."""
         return str(rules()["megatron"]["module"])
+
+    @cached_property
+    def has_rows_by_rank(self) -> bool:
+        """Returns whether torch_dist has rows in the order of the tensor-parallel ranks, so that a
+        program that does not know this order reads them at the same tp only.
+        """
+        return self.canonical or any(module.by_rank for module in self.modules)
 
     @cached_property
     def modules(self) -> list[Module]:
@@ -83,7 +91,8 @@ class AdapterNames(Names):
             turns = several[0].rule._replace(
                 of=of, pack="qkv", heads=Expression(str(self.parallel.tp))
             )
-            found += self._modules(several[0]._replace(rule=turns), stem)
+            bound = several[0]._replace(rule=turns)
+            found += [m._replace(by_rank=True) for m in self._modules(bound, stem)]
         return found
 
     def _modules(self, b: Bound, stem: str) -> Iterator[Module]:
@@ -108,7 +117,7 @@ class AdapterNames(Names):
         out = self.mapping.bind(self.scope()) if self.whole else []
         ends = rules()["megatron"]["factors"]
         halved = tuple(f".{name}." for name in rules()["megatron"]["halved"])
-        for b, stem, of in self.modules:
+        for b, stem, of, _ in self.modules:
             rule = b.rule._replace(dtype=None, transposed=False)
             a = rule._replace(
                 key=stem + ends["a"],

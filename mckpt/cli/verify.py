@@ -58,8 +58,10 @@ comparison_option = in_section("Comparison")
 @comparison_option(
     "--adapter",
     type=DIRECTORY,
-    help="An adapter (LoRA) of PEFT that MEGATRON has merged into the weights of HF.",
+    help="An adapter (LoRA) of PEFT that MEGATRON has merged into the weights of HF, or holds"
+    " alone.",
 )
+@shared.alpha_option
 @shared.run_options("the checkpoint's for torch files, else 1")
 @shared.iteration_option
 @shared.family_options

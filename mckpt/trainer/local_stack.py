@@ -60,8 +60,11 @@ class NormedColumn(ColumnParallelLinear):
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight, bias = self.layer_norm_weight, self.layer_norm_bias
-        return super().forward(normalise(x, weight, bias, self.eps, self.offset), *args, **kwargs)
+        return super().forward(self.normalised(x), *args, **kwargs)
+
+    def normalised(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the input of the linear itself."""
+        return normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.offset)
 
 
 class Whole(torch.nn.Linear):

@@ -8,7 +8,8 @@ casts (dtypes that the checkpoint's weights were cast to, one after the other), 
 weights that were not cast), and of the further sequences that are tried while some expert is not
 reached: vocab_size, length, and instead (pairs of a token that must not occur and the one to take).
 With an adapter also adapter (its directory), base (the directory without it; hf has the merged
-weights) and stored (the dtype of the base's weights), for mckpt/trainer/unmerged.py.
+weights) and stored (the dtype of the base's weights), for mckpt/trainer/unmerged.py; and beside:
+true if the model that is compared is the base with the adapter beside its weights.
 Also config, the values that transformers takes in place of those of config.json, and carried, the
 patterns of tensors that the causal language model around the same decoder does not have.
 
@@ -49,7 +50,9 @@ def main(job: dict[str, Any]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if "adapter" in job:
         unmerged.run(load(job["base"], "float32", device, job), job, logits, reordered)
-    model = load(job["hf"], "float32", device, job)
+    if job.get("beside"):
+        unmerged.run_merged(load(job["hf"], "float32", device, job), job, logits)
+    model = subject("float32", device, job)
     points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
     watch(model, recorder, [parts.split() for parts in job["parts"]])
@@ -70,7 +73,7 @@ def main(job: dict[str, Any]) -> None:
     gc.collect()
     if job["dtype"] != "float32":
         dtype = job["dtype"] if len(job["casts"]) < 2 else "float32"
-        model = load(job["hf"], dtype, device, job)
+        model = subject(dtype, device, job)
         # The last cast gives the dtype, and the casts before it change values too.
         if len(job["casts"]) > 1:
             points.cast(model, job["casts"], set(job["uncast"]))
@@ -94,6 +97,15 @@ def main(job: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------- the model
+
+
+def subject(dtype: str, device: torch.device, job: dict[str, Any]) -> Any:
+    """Loads the model that is compared with Megatron-Core's: that of `hf`, or the base with the
+    adapter beside its weights.
+    """
+    if not job.get("beside"):
+        return load(job["hf"], dtype, device, job)
+    return unmerged.adapted(load(job["base"], dtype, device, job), job["adapter"]).get_base_model()
 
 
 def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) -> Any:

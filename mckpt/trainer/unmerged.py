@@ -55,6 +55,18 @@ def run(
         np.savez(Path(job["out"]) / f"adapter.{index}.npz", **named)
 
 
+def run_merged(
+    model: Any, job: dict[str, Any], logits: Callable[[Any, list[int]], torch.Tensor]
+) -> None:
+    """Adds `ours` to the files of `run`: the logits of the weights that mckpt merged.
+
+    model: has these weights.
+    """
+    for index, tokens in enumerate(job["sequences"]):
+        path = Path(job["out"]) / f"adapter.{index}.npz"
+        points.add(path, {"ours": logits(model, tokens).cpu().numpy()})
+
+
 def adapted(model: Any, directory: str) -> Any:
     """Returns a model of transformers with an adapter. PEFT reports no tensors that it does not
     load, so this function looks for them.

@@ -5,8 +5,8 @@ it on the reference's sequences.
 
 job.json: out (the folder with the reference's files), timeout_s, and checkpoints, a list of {name,
 path, args (instead of the checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl, casts
-(the dtypes that the other side was cast to)}. All have the same sizes, so that they can share one
-set of process groups.
+(the dtypes that the other side was cast to), adapter (what runs beside the weights, as in
+beside.attach) or null}. All have the same sizes, so that they can share one set of process groups.
 
 It writes OUT/NAME.json: {"error": ...} or facts about the load. OUT/NAME.rank{r}.{i}.npz has the
 states and the chosen experts of sequence i on rank r. OUT/NAME.{i}.npz, written by rank 0, has the
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import MckptError, SourceError
-from mckpt.trainer import build, hybrid, load, points
+from mckpt.trainer import beside, build, hybrid, load, points
 from mckpt.trainer.points import Recorder
 
 
@@ -224,9 +224,12 @@ def run(
         with fitting(checkpoint["path"]):
             chunks = build.build(args, dtype)
             state = load.load(chunks, args, checkpoint["path"])
+            unread = state["unread"]
+            if checkpoint["adapter"]:
+                unread += beside.attach(chunks, checkpoint["adapter"])
         for chunk in chunks:
             points.cast(chunk, checkpoint["casts"])
-        facts |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
+        facts |= {"unread": on_all_ranks(unread), "iteration": state.get("iteration")}
         low = dtype != torch.float32
         recorder = points.Recorder()
         if not low:

@@ -20,20 +20,25 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mckpt import formats, launching
-from mckpt.adapters import merging, peft
+from mckpt.adapters import converting, merging, peft
+from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
+from mckpt.adapters.factors import AdapterNames
+from mckpt.adapters.peft import PeftAdapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
+from mckpt.checkpoint.files import open_files
 from mckpt.conversion import planning
 from mckpt.conversion.plan_data import most_dtype
 from mckpt.conversion.refusals import refuse_sizes
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MckptError, StorageError, UsageError
+from mckpt.formats.foreign import has_adapter
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
 from mckpt.storage import sparse_copy
@@ -82,7 +87,9 @@ class Options:
     sequences: int = SEQUENCES
     length: int = LENGTH
     tokens: str | Path | None = None  # a file of further sequences
-    adapter: str | Path | None = None  # of PEFT, which the checkpoint has merged
+    # of PEFT, which the checkpoint has merged, or which it holds alone
+    adapter: str | Path | None = None
+    alpha: float | None = None  # of a checkpoint of adapters that does not state it
     iteration: int | None = None
     family: str | None = None
     mapping: str | None = None
@@ -111,6 +118,7 @@ def verify(
     length: int = LENGTH,
     tokens: str | Path | None = None,
     adapter: str | Path | None = None,
+    alpha: float | None = None,
     iteration: int | None = None,
     family: str | None = None,
     mapping: str | None = None,
@@ -129,7 +137,9 @@ def verify(
     tp, pp, vpp, ep, etp: sizes of the run; None means those of the checkpoint for `torch` files,
         else 1. cp: context-parallel size.
     adapter: a directory of PEFT. The checkpoint must have the weights of `hf` with this adapter
-        merged. transformers also runs with the adapter beside the weights.
+        merged, or must be this adapter alone, as Megatron-Bridge saves it. transformers also runs
+        with the adapter beside the weights, and in the second case Megatron-Core does.
+    alpha: that of a checkpoint of adapters alone that does not state it.
     sequences, length: number of random sequences, and tokens in each. tokens: a file of more.
     keep: a directory for the arrays of both sides, which are removed otherwise.
     timeout_s: seconds that one collective may take.
@@ -151,6 +161,7 @@ def verify(
         length=length,
         tokens=tokens,
         adapter=adapter,
+        alpha=alpha,
         iteration=iteration,
         family=family,
         mapping=mapping,
@@ -188,9 +199,94 @@ def verify_all(
         options = replace(options, mapping=left.files.options.mapping)
     if options.adapter is not None:
         left = merging.merge(left, peft.open_adapter(options.adapter))
+    with ExitStack() as stack:
+        beside = {str(path): _adapters(left, path, options, stack) for path in checkpoints}
+        return _verify(left, beside, checkpoints, options)
+
+
+def _adapters(
+    left: Checkpoint, path: str | Path, options: Options, stack: ExitStack
+) -> _Adapters | None:
+    """Returns the adapters in a Megatron checkpoint that has no weights; None if it has weights.
+
+    stack: keeps the adapters as a directory of PEFT until it is closed.
+    """
+    if options.adapter is None:
+        return None
+    known = replace(_known(left, options), like=left.files.described_by)
+    files = open_files(path, known)
+    if not files.is_megatron or not has_adapter(files.opened.keys()):
+        return None
+    source, names = of_megatron(path, known, options.alpha)
+    if source.base is not None:
+        raise UsageError(
+            f"{path}: has weights beside its adapters; write whole weights with `mckpt"
+            f" megatron-to-hf {path} DST --merge`, and verify their conversion"
+        )
+    return _Adapters(source, names, stack.enter_context(converting.as_peft(source)))
+
+
+class _Adapters(NamedTuple):
+    """The adapters of a Megatron checkpoint without weights."""
+
+    source: AdapterCheckpoint
+    names: AdapterNames
+    peft: PeftAdapter  # the same adapters
+
+    def run(self, parallel: Parallel, work: Path, name: str, options: Options) -> dict[str, Any]:
+        """Returns the adapter of a job of the trainer, which reads torch_dist.
+
+        Writes the adapter again if its files do not fit the sizes of the run.
+        """
+        directory = self.source.files.iteration_directory
+        path = self.source.path if directory is None else directory.path
+        by_rank = self.names.has_rows_by_rank and self.names.parallel.tp != parallel.tp
+        if by_rank or self.source.opened.format.fixed_sizes:
+            path = work / f"{name}.adapter"
+            options.tell(f"writing the adapter for {parallel} into a temporary directory")
+            target = TargetOptions(parallel=parallel, no_optimizer=True)
+            how = "canonical" if self.names.canonical else "fused"
+            converting.plan_megatron(self.source, path, target, how).run(checksum="none")
+        return {
+            "path": str(path),
+            "scale": self.source.scale,
+            "names": dict(peft.rules()["megatron"]),
+        }
+
+
+def _verify(
+    left: Checkpoint,
+    beside: Mapping[str, _Adapters | None],
+    checkpoints: Sequence[str | Path],
+    options: Options,
+) -> list[Verdict]:
+    """Returns the verdict on each checkpoint.
+
+    beside: the adapters of each, None if it has weights.
+    """
     if options.level == "bytes":
         options.tell("comparing all stored values")
-        return [_bytes(left, Checkpoint.open(path, _known(left, options))) for path in checkpoints]
+        plain = replace(left, merging=None)
+        return [
+            _bytes(
+                left,
+                merging.merge(plain, found.peft)
+                if (found := beside[str(path)])
+                else Checkpoint.open(path, _known(left, options)),
+            )
+            for path in checkpoints
+        ]
+    if any(beside.values()):
+        if not all(beside.values()):
+            raise UsageError(
+                "checkpoints that are verified together must all have weights, or adapters alone"
+            )
+        if options.level == "train" or options.transformer_impl == "transformer_engine":
+            raise UsageError(
+                "a checkpoint of adapters alone runs at --level forward and with"
+                " --transformer-impl local only"
+            )
+        options = replace(options, transformer_impl="local")
     if left.is_megatron:
         raise UsageError(
             f"{left.path}: is a Megatron checkpoint; give a Hugging Face directory as the first"
@@ -211,7 +307,7 @@ def verify_all(
     work.mkdir(parents=True, exist_ok=True)
     try:
         subjects = [
-            _Subject(left, path, options, f"checkpoint{index}", work)
+            _Subject(left, path, options, f"checkpoint{index}", work, beside[str(path)])
             for index, path in enumerate(checkpoints)
         ]
         if any(
@@ -293,7 +389,8 @@ def _run(
     }
     if left.merging is not None:
         base = _as_transformers_reads_it(replace(left, merging=None), work, "base")
-        given = {"adapter": str(left.merging.path), "base": str(base)}
+        beside = any(subject.adapter for subject in subjects)
+        given = {"adapter": str(left.merging.path), "base": str(base), "beside": beside}
         reference |= given | {"stored": most_dtype(left)}
     if left.mapping.head:  # transformers runs the causal language model around the same decoder
         reference["carried"] = list(left.mapping.form({}).carried)
@@ -311,6 +408,7 @@ def _run(
                 "sizes": {**sizes, "vocab_size": vocab_size},
                 "impl": options.transformer_impl,
                 "casts": s.cast_back,
+                "adapter": s.adapter,
             }
             for s in subjects
         ]
@@ -396,9 +494,27 @@ class _Subject:
     """One Megatron checkpoint, the args that differ from the config, and the way to run it."""
 
     def __init__(
-        self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
+        self,
+        left: Checkpoint,
+        path: str | Path,
+        options: Options,
+        name: str,
+        work: Path,
+        adapters: _Adapters | None,
     ) -> None:
-        right = Checkpoint.open(path, _known(left, options))
+        self.adapter: dict[str, Any] | None = None
+        self.run_path = Path(path)
+        if adapters is not None:
+            wanted = Parallel().with_(**{k: getattr(options, k) for k in SIZES})
+            self.adapter = adapters.run(wanted, work, name, options)
+            options.tell("writing the weights of HF for Megatron-Core into a temporary directory")
+            self.run_path = work / f"{name}.base"
+            target = TargetOptions(parallel=wanted, dialect=adapters.source.model.mapping.name)
+            base = planning.make_plan(replace(left, merging=None), self.run_path, target)
+            base.run(checksum="none")
+        right = Checkpoint.open(self.run_path, _known(left, options))
+        if adapters is not None:
+            right = merging.merge(right, adapters.peft)
         if not right.is_megatron:
             raise UsageError(
                 f"{path}: is a Hugging Face directory; the second of the two is a Megatron"
@@ -434,6 +550,8 @@ class _Subject:
         refuse_sizes(right.mapping, left.dims, wanted)
         _refuse_context_parallelism(path, self.dtype, options)
         self.run_path = where
+        if adapters is not None:
+            where = Path(path)
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
         listed = formats.FORMATS[right.format]
         self.resharded |= not listed.written or bool(listed.until)

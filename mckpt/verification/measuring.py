@@ -103,8 +103,9 @@ def measure_adapter(runs: Runs) -> dict[str, Any] | None:
         path = runs.work / f"adapter.{index}.npz"
         if not path.exists():
             continue
-        ours = np.load(runs.work / f"logits.{index}.npy")
         with np.load(path) as arrays:
+            beside = "ours" in arrays  # the reference is then not the merged weights
+            ours = arrays["ours"] if beside else np.load(runs.work / f"logits.{index}.npy")
             pairs = (
                 (arrays["unmerged"], arrays["base"]),
                 (ours, arrays["rounded"]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import mckpt
 from mckpt.adapters.peft import PeftAdapter
 from mckpt.errors import SourceError
 from mckpt.verification.verdict import Verdict
-from tests.helpers import adapters, tiny
+from tests.helpers import adapters, made_models, tiny
 from tests.helpers.commands import good
 
 pytestmark = [
@@ -22,6 +24,11 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="PEFT is not installed"),
 ]
 
+VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MODULES = ("q_proj", "v_proj", "down_proj")
 
 
@@ -83,3 +90,88 @@ def test_the_stored_values_are_compared_without_peft(made: Path) -> None:
     found = mckpt.verify(made / "base", made / "merged", level="bytes", adapter=other)
     assert found.verdict == "fail"
     assert [r.partition(":")[0] for r in found.reasons] == ["layers.1.mlp.down.weight"]
+
+
+# An adapter alone, which Megatron-Core runs beside the weights: the model, the modules, the layout,
+# the format, and the sizes of the files and of the run
+ALONE: dict[str, tuple[str, tuple[str, ...], str, str, dict[str, int], dict[str, int]]] = {
+    "tp": ("llama", (*ATTENTION, *MLP), "fused", "torch_dist", {"tp": 2}, {"tp": 2}),
+    "stages": ("qwen3", ("o_proj", "down_proj"), "fused", "torch_dist", {}, {"pp": 2}),
+    "block": ("llama", (*ATTENTION, *MLP), "block", "torch_dist", {}, {}),
+    "canonical": ("llama", ("q_proj", "v_proj", "up_proj"), "canonical", "torch", {}, {"tp": 2}),
+    "experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", "torch_dist", {}, {"tp": 2, "ep": 2}),
+    "latent": ("deepseek-v3", (*LATENT, *MLP), "fused", "torch", {"pp": 2}, {"tp": 2}),
+    "linear attention": (
+        "qwen3_5",
+        (*LINEAR, *ATTENTION, *MLP),
+        "fused",
+        "torch_dist",
+        {"tp": 2},
+        {"tp": 2},
+    ),
+    "dora": ("llama", (*ATTENTION, *MLP), "fused", "torch_dist", {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_an_adapter_alone_passes(case: str, work: Path) -> None:
+    model, ends, layout, form, saved, sizes = ALONE[case]
+    if model in made_models.CASES and VERSION < (0, 18):
+        pytest.skip(f"megatron-core {version('megatron-core')} has no gated delta nets")
+    base, adapter, out = work / "bases" / model, work / f"{case}.peft", work / f"{case}.megatron"
+    if model in made_models.CASES:
+        made_models.make([model], base.parent)
+    elif not base.exists():
+        tiny.tiny_random(model, base)
+    config = (made_models if model in made_models.CASES else tiny).config(model)
+    layers = made_models.text(config)["num_hidden_layers"]
+    shapes = adapters.modules(base, *ends)
+    shapes = {m: shape for m, shape in shapes.items() if int(m.split(".")[2]) < layers}
+    made = adapters.factors(shapes, shared=layout == "fused")
+    if case == "dora":
+        made = adapters.magnitudes(base, made)
+    adapters.write(adapter, made, use_dora=case == "dora")
+    options = [word for name, size in saved.items() for word in (f"--{name}", size)]
+    layouts = ("--layout", layout, "--format", form, "--dialect", "gpt", *options)
+    good("adapter", "to-megatron", adapter, base, out, *layouts)
+    if case == "latent":  # under target_parameters, PEFT loads the modules of dense layers too
+        adapter = work / "loads"
+        good("adapter", "to-hf", out, adapter)
+    found = mckpt.verify(base, out, adapter=adapter, sequences=2, length=64, **sizes)
+    assert found.verdict == "pass", found.reasons
+    assert found.facts["logits"]["float32"]["below"] > 3
+    assert found.facts["values"]["tensors_equal"] > 20
+    measured = found.facts["adapter"]
+    assert measured["moved"] > 10 * measured["tolerance"]
+
+
+@pytest.mark.parametrize("level", ["forward", "bytes"])
+def test_a_changed_factor_of_an_adapter_alone_is_found(level: Any, made: Path) -> None:
+    key = adapters.PREFIX + "model.layers.1.mlp.down_proj.lora_B.weight"
+    tensors = load_file(made / "adapter" / adapters.WEIGHTS)
+    tensors[key][3, 1] *= 2
+    changed = adapters.write(made / f"{level}.changed", tensors, r=5, lora_alpha=9)
+    out = made / f"{level}.alone"
+    good("adapter", "to-megatron", changed, made / "base", out, "--layout", "block")
+    found = mckpt.verify(
+        made / "base", out, adapter=made / "adapter", level=level, sequences=1, length=48
+    )
+    assert found.verdict == "fail"
+    assert found.reasons[0].startswith("layers.1.mlp.down.weight")
+    assert any(reason.startswith("logits differ") for reason in found.reasons) == (
+        level == "forward"
+    )
+
+
+def test_an_adapter_alone_needs_an_adapter_of_peft(made: Path) -> None:
+    good(
+        "adapter",
+        "to-megatron",
+        made / "adapter",
+        made / "base",
+        made / "alone",
+        "--layout",
+        "block",
+    )
+    with pytest.raises(SourceError, match=r"verify.*--adapter"):
+        mckpt.verify(made / "base", made / "alone", level="bytes")
