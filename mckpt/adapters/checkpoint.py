@@ -207,7 +207,17 @@ def of_megatron(
     files = open_files(path, options)
     if not files.is_megatron or not has_adapter(files.opened.keys()):
         raise SourceError(f"{files.path}: has no adapters whose names mckpt knows")
-    model = _Model(files)
+    return of_files(files, _Model(files), alpha)
+
+
+def of_files(
+    files: CheckpointFiles, model: ModelDescription, alpha: float | None = None
+) -> tuple[AdapterCheckpoint, AdapterNames]:
+    """Returns the adapters of an opened checkpoint. The arguments and errors are those of
+    `of_megatron`.
+
+    model: of the weights that the adapters belong to.
+    """
     shown = files.opened.show(None).tensors
     # the stages of a pipeline may have different layers
     keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt import formats
 from mckpt.adapters import factors
@@ -423,16 +423,22 @@ def _run_config(
     return out
 
 
-def plan_peft(
-    source: AdapterCheckpoint,
-    dst: str | Path,
-    target: TargetOptions,
-    *,
-    overwrite: bool = False,
-    update_tracker: bool = False,
-    helps: bool = False,
-) -> Plan:
-    """Returns the plan that writes an adapter of Megatron as a directory of PEFT."""
+class PeftForm(NamedTuple):
+    """The directory of PEFT that an adapter of Megatron becomes."""
+
+    source: AdapterCheckpoint  # of the factors that the directory has
+    names: Names
+    layout: Layout
+    outputs: list[TargetFile]  # of the weights
+    config: bytes  # content of adapter_config.json
+    remarks: list[str]
+
+
+def peft_form(source: AdapterCheckpoint) -> PeftForm:
+    """Returns the description of a directory of PEFT, made of headers alone.
+
+    Raises UsageError if the names of the model's weights in Hugging Face are not known.
+    """
     family = source.model.family
     if family is None:
         raise UsageError(
@@ -441,41 +447,58 @@ def plan_peft(
         )
     names = Names(family, source.dims, {}, Parallel())
     places = factors.weights_in(source.layout)
-    destination = Destination(
-        Path(dst), None, PEFT, source.files.root, overwrite=overwrite, helps=helps
-    )
-    _check_finite(source)
     dora = _has_magnitudes(source)
     layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), dora)
     held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
     layout = replace(layout, shapes=dict(held.shapes))
-    source = replace(source, held=held)
-    rank = max(places.values())
-    content = config(adapted, names, source.scale * rank, dora)
-    outputs.append(TargetFile.whole(ADAPTER[0], content))
+    content = config(adapted, names, source.scale * max(places.values()), dora)
     remarks = [
         "layers of multi-token prediction have adapters, and no model of transformers has these"
         " layers, so PEFT does not load their factors"
     ] * any(one.bound.rule.mtp for one in adapted)
+    return PeftForm(replace(source, held=held), names, layout, outputs, content, remarks)
+
+
+def plan_peft(
+    source: AdapterCheckpoint,
+    dst: str | Path,
+    target: TargetOptions,
+    *,
+    overwrite: bool = False,
+    update_tracker: bool = False,
+    helps: bool = False,
+    look: bool = True,
+) -> Plan:
+    """Returns the plan that writes an adapter of Megatron as a directory of PEFT.
+
+    look: read the factors, to refuse values that are not finite.
+    """
+    form = peft_form(source)
+    destination = Destination(
+        Path(dst), None, PEFT, source.files.root, overwrite=overwrite, helps=helps
+    )
+    if look:
+        _check_finite(source)
+    source = form.source
     facts = facts_of(
         source,
         source,
         target,
-        family,
+        form.names.mapping,
         {},
         [],
-        config=hashlib.sha256(content).hexdigest(),
+        config=hashlib.sha256(form.config).hexdigest(),
     )
     return Plan(
         source,
         destination,
         target,
-        join(held, layout),
-        layout,
-        names,
-        outputs,
+        join(source.layout, form.layout),
+        form.layout,
+        form.names,
+        [*form.outputs, TargetFile.whole(ADAPTER[0], form.config)],
         SideFiles(destination.root, {}),
         [],
         facts,
-        remarks,
+        form.remarks,
     )

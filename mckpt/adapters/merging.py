@@ -62,8 +62,10 @@ class Merging:
         }
 
 
-def merge(base: Source, adapter: PeftAdapter) -> Source:
+def merge(base: Source, adapter: PeftAdapter, *, look: bool = True) -> Source:
     """Returns the weights of a base with an adapter.
+
+    look: read the adapter, to refuse values that are not finite.
 
     Raises SourceError with every tensor of the adapter that does not fit the base, and UsageError
     for a base whose adapted weights are quantised.
@@ -77,7 +79,7 @@ def merge(base: Source, adapter: PeftAdapter) -> Source:
                 " tensors are not known; give --like HF_DIR"
             )
         names = Names(family, base.dims, {}, Parallel())
-    out = replace(base, merging=Merging(adapter, fit(adapter, names)))
+    out = replace(base, merging=Merging(adapter, fit(adapter, names, look=look)))
     _ = out.layout
     return out
 
