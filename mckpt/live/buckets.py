@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mckpt import formats
+from mckpt.adapters.checkpoint import AdapterCheckpoint
+from mckpt.adapters.converting import peft_form
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import export_of
@@ -32,6 +34,7 @@ from mckpt.geometry.box import Layout, Stored, clip
 from mckpt.geometry.join import Joined, join
 from mckpt.live.model import ranks_of
 from mckpt.mapping import Bound
+from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
 
 FILE = 44  # bits of a byte's place in a file of 16 TiB
@@ -72,6 +75,8 @@ class Bucket(NamedTuple):
     tensor: np.ndarray  # of each copy: the number of its tensor in the bucket
     rank: np.ndarray  # of each copy: the rank that sends its elements, or OWN
     at: np.ndarray  # of each copy that is sent: its first byte in the bucket
+    # of each copy: the bytes by which its elements lie behind their place on the rank in the plan
+    shift: np.ndarray
     segments: dict[int, tuple[int, int]]  # rank -> the first byte of its segment, and its size
     nbytes: int
 
@@ -83,6 +88,35 @@ class Buckets(NamedTuple):
     joined: Joined  # source places of copies are those of this rank, where it holds the elements
     listed: list[Bucket]
     most: int  # bytes of a bucket
+
+
+class Exported(NamedTuple):
+    """The Hugging Face files that a live model, or its adapters, become."""
+
+    config: dict[str, Any]  # config.json, or adapter_config.json
+    layout: Layout
+    rows: list[tuple[Row, int]]  # each tensor, and the place of its first byte as in `Tensor.at`
+    quantised: list[Bound]  # the rules whose tensors are quantised
+
+
+def exported(model: Checkpoint, target: TargetOptions) -> Exported:
+    """Returns what a live model becomes. Raises the errors of a conversion to Hugging Face."""
+    if isinstance(model, AdapterCheckpoint):
+        form = peft_form(model)
+        return Exported(json.loads(form.config), form.layout, _rows(form.outputs), [])
+    export = export_of(model, target)
+    request, quantised = _unquantised(model, export.request)
+    layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(request)
+    rows = _rows(outputs[: len(layout.files)])
+    return Exported(json.loads(export.config), layout, rows, quantised)
+
+
+def _rows(outputs: Sequence[TargetFile]) -> list[tuple[Row, int]]:
+    return [
+        (row, (number << FILE) + at)
+        for number, output in enumerate(outputs)
+        for row, at in tensors_of(output)
+    ]
 
 
 def plan(
@@ -97,17 +131,14 @@ def plan(
     """Returns the plan by which the rank `own` sends the model's tensors in buckets of at most
     `most` bytes, to which the alignment of the segments may add ALIGN for each rank.
 
+    model: as `collected` returns it, also with an adapter merged into it; or its adapters.
+
     Raises the errors of a conversion to Hugging Face, and UsageError for a tensor that is larger
     than a bucket, unless `slices` allows to cut it.
     """
-    export = export_of(model, target)
-    request, quantised = _unquantised(model, export.request)
-    layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(request)
-    rows = [
-        (row, (number << FILE) + at)
-        for number, output in enumerate(outputs[: len(layout.files)])
-        for row, at in tensors_of(output)
-    ]
+    config, layout, rows, quantised = exported(model, target)
+    # the factors B of all experts of a layer take turns in the columns of one tensor
+    slices = slices and not isinstance(model, AdapterCheckpoint)
     if most is None:
         most = max(BUCKET, *(row.nbytes for row, _ in rows))
     receivers = _receivers([row.key for row, _ in rows], to, world)
@@ -130,7 +161,7 @@ def plan(
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
     buckets = list(_buckets(tensors, joined, model, most // 2, own))
-    return Buckets(json.loads(export.config), joined, buckets, most)
+    return Buckets(config, joined, buckets, most)
 
 
 def _step(count: int, width: int, unit: int, most: int) -> int:
@@ -222,7 +253,8 @@ def _buckets(
     tensor = np.searchsorted(starts, where, "right") - 1
     items = np.array([itemsize(cast.target) for cast in joined.casts], "i8")[copies["cast"]]
     nbytes = copies["rows"] * copies["run"] * items
-    rank = _senders(copies, [t.to for t in tensors], tensor, model, own)
+    rank, shift = _senders(copies, [t.to for t in tensors], tensor, model, own)
+    columns = rank, shift, items
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
@@ -235,11 +267,11 @@ def _buckets(
         size = 0
         for number in numbers:
             if chosen and size + int(sums[number]) > most:
-                yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items, 2 * most)
+                yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most)
                 chosen, size = [], 0
             chosen.append(number)
             size += int(sums[number])
-        yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items, 2 * most)
+        yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most)
 
 
 def _senders(
@@ -248,9 +280,10 @@ def _senders(
     tensor: np.ndarray,
     model: Checkpoint,
     own: int,
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rank that sends the elements of each copy, or OWN if all that receive its tensor
     hold them; then the copy gets the place where the rank `own` has them, if it is one of these.
+    Returns also the bytes by which that place is behind the one before.
 
     receivers: of each tensor. tensor: the number of each copy's tensor.
     """
@@ -272,9 +305,10 @@ def _senders(
     of_tensor = np.array([number[to] for to in receivers], "i4")
     inside = covers[of_tensor[tensor], of_part[part]]
     receives = np.array([own in to for to in receivers], bool)[tensor]
-    copies["src_at"] += np.where(inside & receives, np.array(shifts, "i8")[part], 0)
+    shift = np.where(inside & receives, np.array(shifts, "i8")[part], 0)
+    copies["src_at"] += shift
     senders = np.array([ranks.rank_of(file) for file in range(len(ranks.files))], "i4")
-    return np.where(inside, OWN, senders[copies["src_file"]])
+    return np.where(inside, OWN, senders[copies["src_file"]]), shift
 
 
 def _bucket(
@@ -284,17 +318,17 @@ def _bucket(
     copies: np.ndarray,
     order: np.ndarray,
     bounds: np.ndarray,
-    rank: np.ndarray,
-    items: np.ndarray,
+    columns: tuple[np.ndarray, np.ndarray, np.ndarray],
     most: int,
 ) -> Bucket:
     """Returns the bucket of some tensors. In each segment, copies of larger elements come first, so
     that each copy is aligned.
 
-    order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. rank, items: of each
-    copy, the rank that sends its elements, and the bytes of one. most: bytes to which segments of
-    one size may come.
+    order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. columns: of each
+    copy, the rank that sends its elements, the shift of `Bucket`, and the bytes of an element.
+    most: bytes to which segments of one size may come.
     """
+    rank, shift, items = columns
     rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
     chosen = np.concatenate(rows)
     tensor = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
@@ -317,6 +351,5 @@ def _bucket(
         at[part] = start + np.cumsum(sizes[part]) - sizes[part]
         segments[one] = start, size
         start += size
-    return Bucket(
-        [tensors[n] for n in numbers], to, copies[chosen], tensor, held, at, segments, start
-    )
+    listed = [tensors[n] for n in numbers]
+    return Bucket(listed, to, copies[chosen], tensor, held, at, shift[chosen], segments, start)

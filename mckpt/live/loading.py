@@ -11,6 +11,7 @@ While a thread reads one window, the one that it read before is on its way to th
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from mckpt.execute.threads import ThreadPool
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
-from mckpt.live.model import collected, ranks_of, release
+from mckpt.live.model import collected, has_adapters, ranks_of, release
 from mckpt.live.resuming import Resumed, masters_in_fp32
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import call, gathered, own_result, rank_and_world
@@ -110,7 +111,8 @@ def load(
 
     Returns the seconds of each part of the work on this rank: "open" (the source), "describe" (the
     model), "plan", "fill", "share" (with replicas), "optimizer"; and of all threads of "fill"
-    together, "read" and "wait" (for the device).
+    together, "read" and "wait" (for the device). If adapters (LoRA) wrap modules of the model, they
+    keep their values: "adapter_kept" is the number of their parameters on this rank.
 
     Raises one error on all ranks: those of `mckpt.open`, and CoverError, SourceError or
     MappingError if the model and the checkpoint are not made of the same tensors. An error that
@@ -148,6 +150,9 @@ def _load(
     """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
     optimizer = None if resumed is None else resumed.optimizer
     model = collected(memory, own=True, optimizer=optimizer)
+    if has_adapters(model):
+        own = (w for w in memory.weights if ".adapter." in w.name and w.parameter)
+        clock.seconds["adapter_kept"] = sum(math.prod(w.shape) for w in own)
     if resumed is not None:
         model = model.with_optimizer()
     clock.ends("describe")

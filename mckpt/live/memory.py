@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import UsageError
+from mckpt.formats.foreign import FACTOR
 from mckpt.live.together import call
 from mckpt.values.dtypes import itemsize
 
@@ -165,6 +166,17 @@ class Memory:
             self._flat[number, dtype] = flat
         start = flat.storage_offset() + (place - weight.at) // itemsize(dtype)
         return flat.as_strided(shape, strides, start)
+
+    def alphas(self) -> dict[Any, str]:
+        """Returns each alpha of the adapters (LoRA) of the model, None if one does not state it,
+        and the name of a module that has it.
+        """
+        return {
+            getattr(module, "alpha", None): f"chunk {number}: {path}"
+            for number, chunk in enumerate(self.chunks)
+            for path, module in chunk.named_modules()
+            if FACTOR.search(f"{path}.linear_in.weight") and hasattr(module, "linear_in")
+        }
 
     def parts(self) -> tuple[list[Part], list[str]]:
         """Returns the parts of whole tensors that `sharded_state_dict()` names, and the problems:

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
+from mckpt.adapters.checkpoint import AdapterCheckpoint, of_files
+from mckpt.adapters.factors import AdapterNames
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
@@ -23,6 +25,7 @@ from mckpt.containers.torch_spans import Item
 from mckpt.errors import CoverError, SourceError, UsageError, show_again, show_as
 from mckpt.formats import places
 from mckpt.formats.base import Names
+from mckpt.formats.foreign import FACTOR
 from mckpt.formats.megatron import torch_dist
 from mckpt.formats.megatron.chunked import Chunked, Files
 from mckpt.formats.megatron.interface import MARKS, Common
@@ -125,6 +128,8 @@ class OpenedModel(torch_dist.TorchDist):
         self.sizes = sizes
         self.temporary = ExitStack()  # removes the directory that stands for the model
         self.state = directory.optimizer
+        self.adapters: OpenedModel | None = None  # the factors of its adapters (LoRA)
+        self.alpha = 0.0  # of the adapters
         fields: dict[str, Any] = {"content_metadata": dict(MARKS)}
         if args is not None:
             fields["args"] = safe_pickle.namespace(**args)
@@ -173,9 +178,17 @@ class Described(TypedDict, total=False):
     settings: Mapping[str, Any]
 
 
-def describe(model_chunks: Sequence[Any], **described: Unpack[Described]) -> Checkpoint:
+def describe(
+    model_chunks: Sequence[Any],
+    *,
+    adapter: Literal["none", "only"] = "none",
+    **described: Unpack[Described],
+) -> Checkpoint:
     """Returns a live model as a checkpoint: its mapping, dims, logical tensors and layout, in which
     each rank is a file. The elements cannot be read from it. All ranks call it.
+
+    adapter: "only" returns the factors of the adapters (LoRA) that wrap its modules, in the place
+        of its weights.
 
     Raises one error on all ranks if a parameter has no name in the mapping, or if the parts of all
     ranks do not cover each whole tensor once.
@@ -183,12 +196,43 @@ def describe(model_chunks: Sequence[Any], **described: Unpack[Described]) -> Che
     memory = own_result(lambda: Memory(model_chunks))
     model = collected(memory, described)
 
-    def prove() -> None:
+    def prove() -> Checkpoint:
         join(model.layout, model.layout)
+        found = adapter_of(model)
+        if found is not None:
+            join(found.layout, found.layout)
         refuse_other_settings(memory.chunks, model)
+        return required(found) if adapter == "only" else model
 
-    own_result(prove)
-    return model
+    return own_result(prove)
+
+
+def has_adapters(model: Checkpoint) -> bool:
+    """Returns whether modules of a live model are wrapped by adapters."""
+    return cast(OpenedModel, model.opened).adapters is not None
+
+
+def adapter_of(model: Checkpoint) -> AdapterCheckpoint | None:
+    """Returns the factors of the adapters of a live model, whose optimizer is left out; None if it
+    has no adapters. The errors are those of an adapter in a checkpoint.
+    """
+    found = named_adapter(model)
+    return None if found is None else found[0]
+
+
+def named_adapter(model: Checkpoint) -> tuple[AdapterCheckpoint, AdapterNames] | None:
+    """Returns `adapter_of`, and the names of the factors in the model."""
+    opened = cast(OpenedModel, model.opened)
+    if opened.adapters is None:
+        return None
+    return of_files(replace(model.files, opened=opened.adapters), model.model, opened.alpha)
+
+
+def required(adapter: AdapterCheckpoint | None) -> AdapterCheckpoint:
+    """Returns the adapter. Raises UsageError if the live model has none."""
+    if adapter is None:
+        raise UsageError("the live model has no adapters (LoRA); leave out `adapter`")
+    return adapter
 
 
 def collected(
@@ -210,33 +254,74 @@ def collected(
         raise TypeError(f"unexpected keyword: {', '.join(sorted(unknown))}")
     options = own_result(lambda: _options(described))
 
-    def parts() -> tuple[list[Part], int, Recorded | None]:
+    def parts() -> tuple[list[Part], list[Part], dict[Any, str], int, Recorded | None]:
         found, problems = memory.parts()
         if problems:
             raise SourceError.of("the model has weights that cannot be described:", problems)
+        factors = [part for part in found if _is_factor(part.key)]
+        found = [part for part in found if not _is_factor(part.key)]
+        alphas = memory.alphas()
         if optimizer is None:
-            return found, memory.nbytes, None
+            return found, factors, alphas, memory.nbytes, None
+        if factors:
+            raise UsageError(
+                "the modules of the live model have adapters (LoRA), and mckpt does not read or"
+                " write the optimizer of a model with adapters; leave the optimizer out"
+            )
         more = parts_of(memory, optimizer, found, to_save=not own)
-        return found + more, memory.nbytes, optimizer.recorded()
+        return found + more, factors, alphas, memory.nbytes, optimizer.recorded()
 
     every = gathered(parts)
-    held = [own_parts for own_parts, _, _ in every]
     temporary = ExitStack()
     root = temporary.enter_context(sparse_copy.scratch())
     show_as(str(root), "the live model")
     temporary.callback(show_again, str(root))
-    directory = Ranks(root, held, rank_and_world()[0] if own else None)
-    directory.sizes = [nbytes for _, nbytes, _ in every]
-    if recorded := [one for _, _, one in every if one is not None]:
+    taken = rank_and_world()[0] if own else None
+    directory = Ranks(root, [weights for weights, *_ in every], taken)
+    directory.sizes = [nbytes for *_, nbytes, _ in every]
+    if recorded := [one for *_, one in every if one is not None]:
         directory.optimizer = Recorded.merged(recorded)
     args = described.get("args")
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
     opened = OpenedModel(directory, sizes_of(memory), plain)
     opened.temporary = temporary
+    if any(factors for _, factors, *_ in every):
+        directory = Ranks(root, [factors for _, factors, *_ in every], taken)
+        opened.adapters = OpenedModel(directory, opened.sizes, plain)
+        opened.adapters.temporary = temporary
+        opened.alpha = _alpha([alphas for _, _, alphas, *_ in every])
     if options.like is not None:  # a conversion copies the files of this directory
         (root / "hf").symlink_to(options.like, target_is_directory=True)
     files = CheckpointFiles(root, options, IterationDirectory(root, root, "live"), opened)
     return Checkpoint(files, ModelDescription(files))
+
+
+def _is_factor(key: str) -> bool:
+    """Returns whether a key is that of a factor of an adapter. Raises UsageError for another tensor
+    of an adapter.
+    """
+    if ".adapter." not in key:
+        return False
+    if not FACTOR.search(key):
+        raise UsageError(
+            f"{key}: belongs to an adapter of a kind that mckpt does not know. It knows LoRA,"
+            " CanonicalLoRA and DoRA of Megatron-Bridge, whose tensors are linear_in.weight,"
+            " linear_out.weight and weight_magnitude"
+        )
+    return True
+
+
+def _alpha(every: Sequence[Mapping[Any, str]]) -> float:
+    """Returns the alpha of all adapters, of which each rank has some. Raises UsageError unless they
+    have the same.
+    """
+    found = {alpha: module for alphas in every for alpha, module in alphas.items()}
+    if len(found) != 1 or None in found:
+        raise UsageError.of(
+            "the adapters of the live model must have one alpha, as the attribute `alpha`:",
+            [f"{module}: {alpha}" for alpha, module in found.items()],
+        )
+    return float(next(iter(found)))
 
 
 def ranks_of(model: Checkpoint) -> Ranks:

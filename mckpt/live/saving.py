@@ -13,24 +13,30 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 
 from mckpt import api, formats
+from mckpt.adapters import merging
+from mckpt.adapters.checkpoint import AdapterCheckpoint
+from mckpt.adapters.converting import peft_form, plan_peft
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.planning import Plan
 from mckpt.conversion.run import publish
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
 from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import Batches
+from mckpt.live.adapters import model_with, without_values
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, collected, ranks_of, release
+from mckpt.live.model import Described, adapter_of, collected, ranks_of, release
 from mckpt.live.optimizer import LiveOptimizer, apart
 from mckpt.live.settings import refuse_other_settings
+from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import REPLACED, discard
@@ -48,6 +54,7 @@ def save(
     allow_overflow: bool = False,
     optimizer: Any = None,
     scheduler: Any = None,
+    adapter: Literal["merged", "only", "none"] = "merged",
     **options: Any,
 ) -> Future[dict[str, Any]]:
     """Writes a live model as a checkpoint of any format and at any parallel sizes. All ranks call
@@ -56,6 +63,9 @@ def save(
     background: return when the weights are copied to the host, and write while the model is used.
     optimizer: what get_megatron_optimizer() returned; its state is saved too, for formats of
         Megatron. scheduler: the OptimizerParamScheduler, whose state is saved with it.
+    adapter: of a model whose modules are wrapped by adapters (LoRA): "merged" writes the weights
+        with the products of the adapters added, "none" without them, and "only" writes the adapter
+        as a directory of PEFT, with format "hf".
     threads: of each rank. max_memory: bytes of the buffers of one rank, beside the copy.
 
     The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
@@ -79,16 +89,27 @@ def save(
     model = collected(memory, described, optimizer=held)
     if held is not None:
         refuse_changed(gathered(lambda: apart(memory, held)))
+    wanted = (
+        _merged(memory, model)
+        if adapter == "merged"
+        else own_result(lambda: model_with(model, adapter))
+    )
     copy = own_result(lambda: _file(memory, model))
-    planned = own_result(lambda: _planned(memory, model, dst, {"format": format, **options}))
+    options["format"] = format
+
+    def planned() -> Plan:
+        refuse_other_settings(memory.chunks, model)
+        return _planned(wanted, dst, options)
+
+    plan = own_result(planned)
     own_result(lambda: _copy(memory, copy))
     if background:
         pool = ThreadPoolExecutor(1, "mckpt-live")
-        found = pool.submit(_write, planned, how, copy, _group())
+        found = pool.submit(_write, plan, how, copy, _group())
         pool.shutdown(wait=False)
         return found
     done: Future[dict[str, Any]] = Future()
-    done.set_result(_write(planned, how, copy, None))
+    done.set_result(_write(plan, how, copy, None))
     return done
 
 
@@ -118,9 +139,43 @@ def refuse_changed(found: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _planned(memory: Memory, model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Plan:
-    plan = api.plan(model, dst, **options)
-    refuse_other_settings(memory.chunks, model)
+def _merged(memory: Memory, model: Checkpoint) -> Checkpoint:
+    """Returns a live model with its adapters, if it has some, merged into its weights. Each rank
+    has the factors of this moment in a temporary directory. All ranks call it.
+
+    Raises the errors of a merge.
+    """
+    adapter = own_result(lambda: adapter_of(model))
+    if adapter is None:
+        return model
+    found = own_result(lambda: without_values(model.path, peft_form(adapter)))
+    tensors = list(Sync.of_factors(memory, adapter)())
+
+    def merged() -> Checkpoint:
+        import torch
+
+        with open(found.files[0], "r+b") as file:
+            for name, tensor in tensors:
+                file.seek(found.entries[name].at)
+                file.write(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
+        return merging.merge(model, found)
+
+    return own_result(merged)
+
+
+def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Plan:
+    if isinstance(model, AdapterCheckpoint):
+        if more := sorted(options.keys() - {"format", "overwrite"}):
+            raise UsageError(f"adapter='only': leave out {', '.join(more)}")
+        if options["format"] != formats.HUGGING_FACE:
+            raise UsageError(
+                "adapter='only': writes a directory of PEFT; give format='hf', and convert it with"
+                " `mckpt adapter to-megatron`"
+            )
+        target = TargetOptions(format=formats.HUGGING_FACE)
+        plan = plan_peft(model, dst, target, overwrite=options.get("overwrite", False), look=False)
+    else:
+        plan = api.plan(model, dst, **options)
     if sparse_copy.of(plan.destination.root) is not None:
         raise UsageError(
             f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.geometry.box import row_major
-from mckpt.geometry.join import Cast
+from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, Tensor
 from mckpt.values.dtypes import itemsize
 
@@ -38,6 +38,10 @@ class Move(NamedTuple):
     dst: int
     dst_strides: tuple[int, ...]
     weight: int | None = None  # the number of the weight, if the copy reads all of it, in its shape
+    # Joined.grids: of a copy that adds a product of an adapter, the first row of the product; and
+    # the place of its first element on the rank in the plan
+    grid: int = UNSCALED
+    origin: int = 0
 
 
 class Run(NamedTuple):
@@ -102,6 +106,7 @@ def steps_of(
     names = bucket.copies.dtype.names or ()
     columns = [bucket.copies[name].tolist() for name in names]
     columns += [bucket.tensor.tolist(), bucket.rank.tolist(), bucket.at.tolist()]
+    columns += [bucket.shift.tolist()]
     copies = [_Copy(*row) for row in zip(*columns, strict=True)]
     parts: list[list[_Copy]] = [[] for _ in bucket.tensors]
     for copy in copies if receives else ():
@@ -125,16 +130,18 @@ def steps_of(
         weight = memory.number(copy.src_at) if copy.rank in (rank, OWN) else 0
         width = itemsize(cast.target)
         at = copy.at // width
+        adds = (copy.grid, copy.src_at - copy.shift) if cast.adapted else (UNSCALED, 0)
         if copy.rank == rank:
             start = at - (0 if receives else first // width)
-            send.add(cast, Move(copy.number, shape, copy.src_at, src_strides, start, dense), weight)
+            move = Move(copy.number, shape, copy.src_at, src_strides, start, dense, None, *adds)
+            send.add(cast, move, weight)
         if receives and places[copy.number][0]:
             tensor = bucket.tensors[copy.number]
             start = places[copy.number][1] + (copy.dst_at - tensor.byte) // width
             strides = copy.dst_pitch // width, copy.dst_step // width
             if copy.rank == OWN:
-                move = Move(copy.number, shape, copy.src_at, src_strides, start, strides)
-                own.add(cast, move, weight)
+                given = copy.src_at, src_strides, start, strides
+                own.add(cast, Move(copy.number, shape, *given, None, *adds), weight)
             else:
                 move = Move(copy.number, shape, at, dense, start, strides)
                 receive.add(Cast(cast.target, cast.target), move, None)
@@ -210,6 +217,7 @@ class _Copy(NamedTuple):
     number: int  # of its tensor in the bucket
     rank: int
     at: int
+    shift: int
 
 
 def _in_one(parts: list[_Copy], tensor: Tensor, casts: Sequence[Cast]) -> int | None:

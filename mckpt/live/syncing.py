@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mckpt import formats
+from mckpt.adapters.checkpoint import AdapterCheckpoint
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
-from mckpt.live.buckets import Bucket, Buckets, Tensor, To, plan
+from mckpt.live.adapters import Products, model_with
+from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, collected, release
+from mckpt.live.model import Described, adapter_of, collected, release, required
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import Move, Moves, Run, Steps, even_rooms, steps_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
@@ -62,6 +65,7 @@ class Sync:
         quantize: Literal["fp8", "mxfp8"] | None = None,
         to: To = None,
         slices: bool = False,
+        adapter: Literal["merged", "only", "none"] = "merged",
         allow_inexact: Collection[str] = (),
         allow_overflow: bool = False,
         **described: Unpack[Described],
@@ -76,6 +80,9 @@ class Sync:
         to: the ranks that receive the tensors: None for all, the number of one rank, or a function
             that returns the names for a rank, which must return the same on all ranks.
         slices: yield a `Slice` for each tensor, so that a larger one can come in several.
+        adapter: of a model whose modules are wrapped by adapters (LoRA): "merged" gives the weights
+            with the products of the adapters added, "none" without them, and "only" gives the
+            tensors of the adapter under the names of PEFT, and its adapter_config.json as `config`.
         allow_inexact, allow_overflow: as for mckpt.convert.
 
         Raises one error on all ranks: those of a conversion to Hugging Face, or UsageError for a
@@ -90,26 +97,50 @@ class Sync:
                 " on several weights, which come at different times: save the model, and convert it"
                 " with --quantize nvfp4"
             )
+        if adapter == "only" and (dtype or quantize):
+            raise UsageError(
+                "adapter='only': its tensors keep their dtype; leave out dtype, quantize"
+            )
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
         self.memory = own_result(lambda: Memory(model_chunks))
         model = collected(self.memory, described)
-        self.rank, self.world = rank_and_world()
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
 
-        def planned() -> Buckets:
-            found = plan(model, target, most, to, slices, self.world, self.rank)
+        def chosen() -> Checkpoint:
             refuse_other_settings(self.memory.chunks, model)
-            return found
+            return model_with(model, adapter)
 
-        self._plan = own_result(planned)
+        self._factors: Sync | None = None
+        wanted = own_result(chosen)
+        self._make(wanted, target, most, to)
+        if wanted.merging is not None:
+            found = required(adapter_of(model))
+            self._products = own_result(lambda: Products(self._plan, found))
+            needed = self._products.needed
+            self._factors = Sync.of_factors(self.memory, found, lambda rank: needed.get(rank, ()))
         release(model)
+
+    @classmethod
+    def of_factors(cls, memory: Memory, adapter: AdapterCheckpoint, to: To = None) -> Sync:
+        """Returns what gathers the factors of the adapters of a live model."""
+        found = cls.__new__(cls)
+        found.memory, found.slices, found.scheme = memory, False, None
+        found.allow_overflow, found._factors = True, None
+        found._make(adapter, TargetOptions(formats.HUGGING_FACE), None, to)
+        return found
+
+    def _make(self, model: Checkpoint, target: TargetOptions, most: int | None, to: To) -> None:
+        """Makes the plan. The arguments are those of `plan`."""
+        self.rank, self.world = rank_and_world()
+        args = target, most, to, self.slices, self.world, self.rank
+        self._plan = own_result(lambda: plan(model, *args))
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.weights[0].tensor().device
         casts = self._plan.joined.casts
         # whether a value may not fit into its dtype, which all ranks learn at the end
-        self._checks = bool(quantize) or any(self._overflows(cast) for cast in casts)
+        self._checks = bool(target.quantize) or any(self._overflows(cast) for cast in casts)
         self._steps = [
             steps_of(bucket, casts, self.rank, self.memory, self._is_special)
             for bucket in self._plan.listed
@@ -148,6 +179,8 @@ class Sync:
         self.memory.complete()
         self.memory.refresh()
         self._bad: list[tuple[str, torch.Tensor]] = []  # what was infinite: name, and a flag
+        if self._factors is not None:
+            self._products.take(self._factors())
         sent: list[_Sent] = []
         for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
             if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
@@ -159,6 +192,8 @@ class Sync:
             yield from self._tensors(sent.pop())
         if self._checks:
             gathered(self._check)
+        if self._factors is not None:
+            self._products.forget()
         self.memory.refresh()
 
     def _check(self) -> None:
@@ -176,10 +211,11 @@ class Sync:
 
     def _overflows(self, cast: Cast) -> bool:
         """Returns whether finite values may become infinite that must not."""
-        return cast.target == "float16" != cast.source and not self.allow_overflow
+        same = cast.source == "float16" and not cast.adapted
+        return cast.target == "float16" and not (same or self.allow_overflow)
 
     def _is_special(self, cast: Cast) -> bool:
-        return bool(cast.offset) or self._overflows(cast)
+        return bool(cast.offset) or cast.adapted or self._overflows(cast)
 
     def _send(self, bucket: Bucket, steps: Steps) -> _Sent:
         """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
@@ -247,7 +283,10 @@ class Sync:
                     torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
             for m, place, values in zip(moves, wanted, given, strict=True):
-                place.copy_(_shifted(values, cast))
+                if cast.adapted:
+                    self._products.add(m, values, place)
+                else:
+                    place.copy_(_shifted(values, cast))
                 if self._overflows(cast):
                     flag = (place.isinf() & values.isfinite()).any()
                     self._bad.append((bucket.tensors[m.tensor].name, flag))

@@ -462,6 +462,8 @@ def live_case(
         return live_cases.run_training(case, args)
     if "resumes" in case:
         return live_cases.run_resumed(case, args)
+    if "lora" in case:
+        return live_cases.run_lora(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 

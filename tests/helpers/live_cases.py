@@ -21,6 +21,12 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        written before the step, with the optimizer. `refused`: the load of `source` must fail;
        with "other", because its optimizer is that of another model, and with "settings", because a
        group of it decays otherwise
+       lora: {"kind": "lora" or "canonical", "dim", "alpha" ...}: the model is wrapped with adapters
+       of tests/helpers/lora_wrapper.py, or those of Megatron-Bridge with "bridge": true, and
+       megatron-core saves it in `saved`. Each `loads` must fill the weights below them, and leave
+       the adapters alone; Sync and save must give the tensors that mckpt makes of `saved`, merged
+       and as PEFT
+       -> wrong: {name of a check: what differs, on any rank}
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
@@ -34,8 +40,9 @@ from __future__ import annotations
 import functools
 import runpy
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,7 +55,7 @@ import mckpt
 from mckpt import live
 from mckpt.errors import MckptError, SourceError
 from mckpt.live import loading, memory
-from mckpt.trainer import cpu, load, train
+from mckpt.trainer import cpu, load, save, train
 from mckpt.values.sizes import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +93,165 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     for engine, ports in case.get("engines", {}).items():
         push(chunks, case["like"], engine, *ports)
     return {"differs": differs, "exported": exported}
+
+
+@torch.no_grad()
+def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
+    """Wraps a model with adapters, and compares its ways in and out with those of files."""
+    like, saved = case["like"], Path(case["saved"])
+    load.load(chunks, args, case["checkpoint"])
+    wrap(chunks, **case["lora"])
+    fill_adapters(chunks)
+    before = {name: value.clone() for name, value in load.weights(chunks)}
+    save.save(chunks, args, saved / "wrapped", "torch_dist")
+    if dist.get_rank() == 0:
+        file_route(saved, like, case["lora"]["alpha"])
+    dist.barrier()
+    wrong: dict[str, list[str]] = {}
+    for number, (source, options) in enumerate(case["loads"]):
+        for name, weight in load.weights(chunks):
+            if ".adapter." not in name:
+                weight.fill_(float("nan"))
+        report = live.load(chunks, source, **options)
+        wrong[f"load {number}"] = changed(chunks, before)
+        kept = sum(value.numel() for name, value in before.items() if ".adapter." in name)
+        assert report["adapter_kept"] == kept, report
+    weights = list(live.describe(chunks, like=like))
+    assert weights == list(mckpt.open(case["checkpoint"]))
+    assert all(":" in name for name in live.describe(chunks, like=like, adapter="only"))
+    for choice in ("merged", "none", "only"):
+        sync = live.Sync(chunks, like=like, adapter=choice, bucket_bytes=case.get("bucket_bytes"))
+        for call in (1, 2):
+            given = {name: tensor.clone() for name, tensor in sync()}
+            wrong[f"{choice} {call}"] = unlike(given, read(saved / choice))
+        assert list(given) == sync.names
+        options: dict[str, Any] = {"background": choice == "merged", "adapter": choice}
+        saving = live.save_hf(chunks, saved / f"live-{choice}", like=like, **options)
+        for _, weight in load.weights(chunks) if choice == "merged" else ():
+            weight.zero_()
+        saving.result()
+        for name, weight in load.weights(chunks):
+            weight.copy_(before[name])
+    for name, options in MERGED.items():
+        sync, wanted = live.Sync(chunks, like=like, **options), read(saved / name.split()[0])
+        if "slices" in options:
+            pieces: dict[str, list[torch.Tensor]] = {}
+            for one in sync():
+                pieces.setdefault(one.name, []).append(one.tensor)
+            given = {key: torch.cat(parts) for key, parts in pieces.items()}
+        else:
+            given = dict(sync())
+        here = options.get("to") in (None, dist.get_rank())
+        wrong[name] = unlike(given, wanted if here else {})
+    return {"wrong": wrong, "errors": adapter_faults(chunks, like)}
+
+
+def adapter_faults(chunks: list[Any], like: str) -> list[list[str]]:
+    """Returns the errors of each rank if one rank has an adapter of another alpha, and if one has
+    a tensor of an adapter that mckpt does not know.
+    """
+    found, rank = [], dist.get_rank()
+    adapters = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "linear_in")]
+    adapters[0].alpha *= 1 + (rank == 1)
+    found.append(refusal(lambda: live.describe(chunks, like=like)))
+    adapters[0].alpha //= 1 + (rank == 1)
+    whole = chunks[0].sharded_state_dict
+
+    def renamed(*args: Any, **keywords: Any) -> Any:
+        state = whole(*args, **keywords)
+        for value in state.values() if rank == 1 else ():
+            value.key = value.key.replace("adapter.linear_in", "adapter.linear_mid")
+        return state
+
+    chunks[0].sharded_state_dict = renamed
+    found.append(refusal(lambda: live.load(chunks, like)))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return every
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    """Returns the error of a function; "" if it has none."""
+    try:
+        work()
+    except MckptError as error:
+        return str(error)
+    return ""
+
+
+# the keywords of Sync that give the tensors of a directory, which the first word of the name names
+MERGED: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "fp32"},
+    "fp8": {"quantize": "fp8"},
+    "merged on one rank": {"to": 2},
+    "merged in slices": {"slices": True, "bucket_bytes": 8192},
+}
+
+
+def wrap(chunks: list[Any], kind: str, bridge: bool = False, **options: Any) -> None:
+    """Wraps a model with adapters."""
+    if not bridge:
+        from tests.helpers import lora_wrapper
+
+        lora_wrapper.wrap(chunks, kind, **options)
+        return
+    from tests.helpers import bridge_adapters
+
+    bridge_adapters.prepare()
+    bridge_adapters.adapter_class(kind)(**options)(chunks, training=False)
+    for chunk in chunks:
+        chunk.to(chunk.config.params_dtype)
+
+
+def fill_adapters(chunks: list[Any]) -> None:
+    """Fills the factors with numbers whose products float32 holds exactly. Each whole tensor is
+    drawn by its key, and a rank takes its parts.
+    """
+    for tensor in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
+        if ".adapter." not in tensor.key or not hasattr(tensor, "local_shape"):
+            continue
+        drawn = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
+        shape, axes = tensor.global_shape, tensor.prepend_axis_num
+        part = torch.randint(-8, 9, shape, generator=drawn)[tuple(tensor.global_offset[:axes])]
+        sizes = zip(tensor.global_offset[axes:], tensor.local_shape, strict=True)
+        tensor.data.copy_(part[tuple(slice(o, o + n) for o, n in sizes)] / 64)
+
+
+def file_route(saved: Path, like: str, alpha: float) -> None:
+    """Writes what the conversions of files make of the wrapped model."""
+    from mckpt.adapters import converting, merging
+    from mckpt.adapters.checkpoint import of_megatron
+    from mckpt.checkpoint.description import SourceOptions
+
+    source, _ = of_megatron(saved / "wrapped", SourceOptions(like=like), alpha)
+    mckpt.adapter_to_hf(saved / "wrapped", saved / "only", alpha=alpha, like=like)
+    assert source.base is not None
+    mckpt.convert(source.base, saved / "none", format="hf")
+    with converting.as_peft(source) as adapter:
+        merged = merging.merge(source.base, adapter)
+        mckpt.convert(merged, saved / "merged", format="hf")
+        mckpt.convert(merged, saved / "fp32", format="hf", dtype="fp32")
+        mckpt.convert(saved / "merged", saved / "fp8", format="hf", quantize="fp8")
+
+
+def changed(chunks: list[Any], before: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the weights that do not have the bits that they had before, on any rank."""
+    return on_any_rank(
+        name for name, value in load.weights(chunks) if not same(value, before[name])
+    )
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a Hugging Face directory."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def unlike(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the tensors that differ from others, on any rank."""
+    wrong = given.keys() ^ wanted.keys()
+    wrong |= {name for name in given.keys() & wanted.keys() if not same(given[name], wanted[name])}
+    return on_any_rank(wrong)
 
 
 def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
@@ -251,9 +417,7 @@ def export_problems(
     second one all weights are doubled, and afterwards they are halved. There is one call only where
     the tensors would not be doubled: the smallest numbers of fp16, codes, shifted norms.
     """
-    wanted: dict[str, torch.Tensor] = {}
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        wanted |= load_file(file)
+    wanted = read(Path(directory))
     NAMES[:] = sorted(wanted)
     rank, to = dist.get_rank(), options.get("to")
     mine = set(TO[to](rank)) if isinstance(to, str) else set(NAMES)

@@ -61,7 +61,7 @@ MAY = words(
         "verification": f"{UPPER} adapters",
         "cli": f"{UPPER} adapters api checking execute verification",
         "trainer": "errors execute formats geometry",
-        "live": f"{CORE} api checkpoint containers conversion execute formats",
+        "live": f"{CORE} adapters api checkpoint containers conversion execute formats",
     }
 )
 # The packages that they must not import, not even through other modules.

@@ -153,7 +153,7 @@ def test_a_released_model_leaves_no_state_in_the_process(monkeypatch: pytest.Mon
     monkeypatch.setattr(live_model, "gathered", lambda work: [work()])
     monkeypatch.setattr(live_model, "own_result", lambda work: work())
     monkeypatch.setattr(live_model, "sizes_of", lambda memory: Parallel())
-    memory: Any = SimpleNamespace(parts=lambda: ([], []), nbytes=0)
+    memory: Any = SimpleNamespace(parts=lambda: ([], []), alphas=dict, nbytes=0)
     before = dict(errors._shown), dict(sparse_copy._temporary)
     model = live_model.collected(memory)
     assert len(errors._shown) == len(before[0]) + 1

@@ -1,0 +1,163 @@
+"""Adapters (LoRA) that wrap the modules of a live model: merged into its weights, or on their own.
+
+The factors lie on the ranks as `sharded_state_dict()` describes them. Under the names of PEFT they
+are whole, in one file that has a header and no data: its bytes are only places, by which the plan
+of a merge knows the factors, as it knows those of an adapter on disk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from mckpt.adapters import merging
+from mckpt.adapters.checkpoint import AdapterCheckpoint
+from mckpt.adapters.converting import PeftForm, peft_form
+from mckpt.adapters.peft import PeftAdapter, open_adapter
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.errors import UsageError
+from mckpt.formats.hf_config import ADAPTER
+from mckpt.formats.hf_files import tensors_of
+from mckpt.geometry.join import UNSCALED
+from mckpt.live.buckets import OWN, Buckets
+from mckpt.live.model import adapter_of, required
+from mckpt.values.adding import NO_AXIS, Factor, Product
+
+if TYPE_CHECKING:
+    import torch
+
+    from mckpt.live.steps import Move
+
+BAND = 1024  # rows of sums in float32 that exist at a time
+CHOICES = ("merged", "only", "none")
+
+
+def model_with(model: Checkpoint, choice: str) -> Checkpoint:
+    """Returns a live model with its adapters merged into its weights, its adapters only, or the
+    model without them.
+
+    choice: one of CHOICES. Raises UsageError for another one, or if the model lacks adapters.
+    """
+    if choice not in CHOICES:
+        raise UsageError(f"adapter is {choice!r}, and must be one of {', '.join(CHOICES)}")
+    found = adapter_of(model)
+    if choice == "only":
+        return required(found)
+    if found is None or choice == "none":
+        return model
+    return merging.merge(model, without_values(model.path, peft_form(found)), look=False)
+
+
+def without_values(root: Path, form: PeftForm) -> PeftAdapter:
+    """Returns a new directory of PEFT below `root`, whose factors are a hole in their file."""
+    directory = root / "adapter"
+    directory.mkdir()
+    for output in form.outputs:
+        with open(directory / output.path, "wb") as file:
+            for _, head in output.fixed(None):
+                file.write(head)
+            file.truncate(output.size)
+    (directory / ADAPTER[0]).write_bytes(form.config)
+    return open_adapter(directory)
+
+
+class _Place(NamedTuple):
+    """A tensor of PEFT."""
+
+    at: int  # its first byte in the file
+    name: str
+
+
+class Products:
+    """The products of adapters that the ranks add to the weights that they send."""
+
+    def __init__(self, buckets: Buckets, adapter: AdapterCheckpoint) -> None:
+        """buckets: the plan of the merged weights.
+
+        Raises UsageError for DoRA.
+        """
+        self._grids = buckets.joined.grids
+        (output,) = peft_form(adapter).outputs
+        self._places = sorted(_Place(at, row.key) for row, at in tensors_of(output))
+        self._known: dict[int, Product] = {}
+        self._held: dict[str, torch.Tensor] = {}
+        self.needed: dict[int, set[str]] = {}  # rank -> the tensors of PEFT that its products need
+        for bucket in buckets.listed:
+            pairs = zip(bucket.copies["grid"].tolist(), bucket.rank.tolist(), strict=True)
+            for grid, rank in {pair for pair in pairs if pair[0] != UNSCALED}:
+                product = self._product(grid)
+                names = {self._place(f).name for f in (product.left, product.right)}
+                for one in bucket.to if rank == OWN else (rank,):
+                    self.needed.setdefault(one, set()).update(names)
+
+    def _product(self, grid: int) -> Product:
+        if (found := self._known.get(grid)) is None:
+            found = self._known[grid] = Product.of(self._grids[grid:])
+            if found.axis != NO_AXIS:
+                raise UsageError(
+                    "the adapters of the live model are DoRA, whose lengths of rows mckpt does not"
+                    " compute in memory: give adapter='only', or write the merged weights with"
+                    " mckpt.live.save_hf"
+                )
+        return found
+
+    def _place(self, factor: Factor) -> _Place:
+        return self._places[bisect_right(self._places, (factor.at, "\U0010ffff")) - 1]
+
+    def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Keeps the factors that this rank received, until `forget`."""
+        self._held = {name: tensor.reshape(-1) for name, tensor in tensors}
+
+    def forget(self) -> None:
+        """Frees the factors."""
+        self._held = {}
+
+    def add(self, move: Move, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills `out` [m, n] with the sums of `weights` [m, n] and their product, as `adding.add`
+        does: in float32, rounded once.
+        """
+        import torch
+
+        product = self._product(move.grid)
+        start = (move.origin - product.at) // weights.element_size()
+        (m, n), (pitch, step) = move.shape, move.src_strides
+        weights, out = weights.view(m, n), out.view(m, n)
+        if (n > 1 and step >= product.down) or (n == 1 and m > 1 and pitch < product.down):
+            weights, out, pitch, step, m, n = weights.T, out.T, step, pitch, n, m
+        down = max(1, pitch // product.down) if m > 1 else 1
+        along = max(1, step // product.along) if n > 1 else 1
+        row = start // product.down + product.row
+        column = start % product.down // product.along + product.column
+        left = self._rows(product.left, row, down, (m, product.rank))
+        right = self._rows(product.right.turned, column, along, (n, product.rank)).T.float()
+        wide = torch.float64 if 8 in (weights.element_size(), out.element_size()) else torch.float32
+        for first in range(0, m, BAND):
+            part = slice(first, first + BAND)
+            with _full_precision(weights.device.type):
+                sums = (left[part].float() * product.scale) @ right
+            out[part].copy_(sums.to(wide).add_(weights[part]))
+
+    def _rows(self, factor: Factor, first: int, step: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Returns every `step`-th row of a factor, from row `first` on."""
+        place = self._place(factor)
+        held = self._held[place.name]
+        start = (factor.at - place.at) // held.element_size() + first * factor.down
+        strides = step * factor.down, factor.along
+        return held.as_strided(shape, strides, held.storage_offset() + start)
+
+
+@contextmanager
+def _full_precision(device: str) -> Iterator[None]:
+    """Lets torch multiply matrices in float32, without TF32 and autocast."""
+    import torch
+
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(kept)

@@ -1,0 +1,134 @@
+"""A live model whose modules are wrapped by adapters (LoRA) is filled, and gives its tensors, as
+the conversions of its checkpoint do.
+
+The wrappers are those of tests/helpers/lora_wrapper.py, and those of Megatron-Bridge itself if
+MEGATRON_BRIDGE_PYTHON is the Python of an environment with it (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mckpt
+from tests.helpers.judging import explain, judge
+from tests.helpers.tiny import TinyModel
+
+pytestmark = pytest.mark.judge
+
+WORLD = 4
+LORA = {"kind": "lora", "dim": 4, "alpha": 8}
+# the model, the sizes, and how it is wrapped
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("qwen3", {"tp": 2, "pp": 2}, LORA),
+    "canonical": ("llama", {"tp": 2, "pp": 2, "vpp": 2}, {**LORA, "kind": "canonical"}),
+    "attention": ("qwen3", {"tp": 2}, {**LORA, "target_modules": ["linear_qkv", "linear_proj"]}),
+    "experts": ("qwen3-moe", {"tp": 2, "ep": 2, "etp": 1}, LORA),
+    "stages": ("qwen3-moe", {"pp": 2, "ep": 2}, LORA),
+}
+
+
+# with the classes of Megatron-Bridge, and the linears and grouped experts of Transformer Engine
+BRIDGE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("qwen3", {"tp": 2, "pp": 2}, LORA),
+    "canonical": ("llama", {"tp": 2, "pp": 2}, {**LORA, "kind": "canonical"}),
+    "one adapter for all experts": ("qwen3-moe", {"tp": 2, "ep": 2, "etp": 1}, LORA),
+    "experts": (
+        "qwen3-moe",
+        {"tp": 2, "ep": 2, "etp": 1},
+        {**LORA, "share_expert_adapters": False},
+    ),
+}
+PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
+
+
+@pytest.fixture(scope="module")
+def ran(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
+    """The results of every case, all from one launch."""
+    return judge(cases_of(CASES, "local", work, tiny_model), WORLD, work / "live", timeout=900)
+
+
+@pytest.fixture(scope="module")
+def with_bridge(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
+    """The same for BRIDGE."""
+    cases = cases_of(BRIDGE, "transformer_engine", work / "bridge", tiny_model)
+    for case in cases:
+        case["lora"]["bridge"] = True
+    given: dict[str, Any] = {"fake_te": True, "python": PYTHON, "timeout": 900}
+    return judge(cases, WORLD, work / "bridge" / "live", **given)
+
+
+def cases_of(
+    named: dict[str, tuple[str, dict[str, Any], dict[str, Any]]],
+    impl: str,
+    work: Path,
+    tiny_model: TinyModel,
+) -> list[dict[str, Any]]:
+    """Returns the cases of live models for tests/helpers/judge.py."""
+    cases: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"transformer_impl": impl, "allow_inexact": ["rope_factor"]}
+    for name, (model, sizes, lora) in named.items():
+        source, converted = tiny_model(model), work / "dist" / model
+        if not converted.exists():
+            mckpt.convert(source, converted, **options)
+        cases.append(
+            {
+                "name": name,
+                "kind": "live",
+                "checkpoint": str(converted),
+                "like": str(source),
+                "loads": [[str(source), {}]],
+                "saved": str(work / name),
+                "lora": dict(lora),
+                "impl": impl,
+                "world": WORLD,
+                **sizes,
+            }
+        )
+    return cases
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrapped_model_goes_the_way_of_files(case: str, ran: dict[str, dict[str, Any]]) -> None:
+    assert ran[case]["ok"], explain(ran[case])
+    assert not any(ran[case]["wrong"].values()), ran[case]["wrong"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_model_is_that_of_files(
+    case: str, work: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    assert ran[case]["ok"], explain(ran[case])
+    for choice in ("merged", "none", "only"):
+        wanted, saved = work / case / choice, work / case / f"live-{choice}"
+        files = sorted(path.name for path in wanted.iterdir())
+        assert files == sorted(path.name for path in saved.iterdir())
+        for file in files:
+            if file != "mckpt.json":  # it describes the source
+                assert (saved / file).read_bytes() == (wanted / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_refuse_an_adapter_that_one_rank_has(
+    case: str, ran: dict[str, dict[str, Any]]
+) -> None:
+    assert ran[case]["ok"], explain(ran[case])
+    (alpha, unknown), *others = ran[case]["errors"]
+    assert "must have one alpha" in alpha
+    assert "adapter.linear_mid.weight: belongs to an adapter of a kind" in unknown
+    assert all(other == [alpha, unknown] for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with Megatron-Bridge"
+)
+@pytest.mark.parametrize("case", BRIDGE)
+def test_a_model_that_megatron_bridge_wraps_goes_the_way_of_files(
+    case: str, with_bridge: dict[str, dict[str, Any]]
+) -> None:
+    assert with_bridge[case]["ok"], explain(with_bridge[case])
+    assert not any(with_bridge[case]["wrong"].values()), with_bridge[case]["wrong"]
