@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
+from mckpt.mapping import lists
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.forms import (
     ABSENT,
@@ -297,10 +298,6 @@ class MappingFile(NamedTuple):
         """
         known, override = dict(known or {}), dict(override or {})
         config = view(config, self.inside)
-        if refused := list(self._refusals(config, source)):
-            raise MappingError.of(
-                f"{source} describes a model that {self.path.name} does not know:", refused
-            )
         dims: Dims = {}
         problems: list[str] = []
         pending: list[str] = []
@@ -321,6 +318,14 @@ class MappingFile(NamedTuple):
             return dims[name]
 
         scope = LazyScope(resolve, config=config)
+        if self.architectures and (wrong := list(lists.problems(config, scope))):
+            raise MappingError.of(
+                f"{source} is damaged, or of a model that {self.path.name} does not know:", wrong
+            )
+        if refused := list(self._refusals(config, source)):
+            raise MappingError.of(
+                f"{source} describes a model that {self.path.name} does not know:", refused
+            )
         for name in schema().dims:
             with contextlib.suppress(ExpressionError):  # it is in `problems`
                 _ = scope[name]

@@ -387,3 +387,56 @@ def test_a_setting_is_parsed(text: str, value: Any) -> None:
 def test_a_bad_setting_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"--set {text!r}")):
         mapping.parse_setting(text)
+
+
+NEMOTRON, SHORT = "llama-3.3-nemotron-super-49b", ["full_attention"] * 3
+# (model, key, value): a list of a damaged config, and words of the error
+LISTS: list[tuple[str, str, Any, str]] = [
+    ("gpt-oss-20b", "layer_types", SHORT, "layer_types has 3 items, and num_layers is 24"),
+    ("qwen3-8b", "layer_types", SHORT, "layer_types has 3 items, and num_layers is 36"),
+    ("qwen3-8b", "layer_types", "full", "layer_types is 'full', and must be a list"),
+    ("glm-4.7-flash", "mlp_layer_types", [], "mlp_layer_types has 0 items, and num_layers is 47"),
+    ("smollm3-3b", "no_rope_layers", [1], "no_rope_layers has 1 item, and num_layers is 36"),
+    ("hunyuan-a13b", "moe_topk", [8], "moe_topk has 1 item, and num_layers is 32"),
+    ("nemotron-h-8b", "time_step_limit", [], "time_step_limit has 0 items, and it must have 2"),
+    ("mamba-codestral-7b", "time_step_limit", 5, "time_step_limit is 5, and must be a list"),
+    ("bamba-9b", "time_step_limit", [0.0, "x"], "time_step_limit[1] is 'x', and must be a number"),
+    (NEMOTRON, "block_configs", None, "config.json has no block_configs"),
+    (NEMOTRON, "block_configs", {}, "block_configs is {}, and must be a list"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "words"), LISTS)
+def test_a_list_of_a_wrong_length_is_one_error(name: str, key: str, value: Any, words: str) -> None:
+    config = json.loads((FIXTURES / "configs" / f"{name}.json").read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    with pytest.raises(MappingError, match=re.escape(words)) as raised:
+        family.read({**config, key: value})
+    assert str(raised.value).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        (None, {"ffn": None}, "block_configs[3].ffn is None, and must be an object"),
+        (None, {"moe": {}}, "block_configs[3] is ['attention', 'ffn', 'moe'], and must have"),
+        ("ffn", {"ffn_mult": None}, "block_configs[3].ffn has ffn_mult None"),
+        ("ffn", {"ffn_mult": "1.0"}, "block_configs[3].ffn has ffn_mult '1.0'"),
+        ("ffn", {"experts": 8}, "block_configs[3].ffn has experts 8, which mckpt does not know"),
+        (
+            "attention",
+            {"n_heads_in_group": None},
+            "block_configs[3].attention has n_heads_in_group",
+        ),
+        ("attention", {"rope": "none"}, "block_configs[3].attention has rope 'none'"),
+    ],
+)
+def test_a_damaged_layer_of_llama_nemotron_is_one_error(
+    part: str | None, change: dict[str, Any], words: str
+) -> None:
+    config = json.loads((FIXTURES / "configs" / f"{NEMOTRON}.json").read_text())
+    layer = config["block_configs"][3]
+    (layer if part is None else layer[part]).update(change)
+    with pytest.raises(MappingError, match=re.escape(words)) as raised:
+        mapping.load("hf", "llama_nemotron").read(config)
+    assert str(raised.value).count("\n") == 1
