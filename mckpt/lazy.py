@@ -1,9 +1,10 @@
-"""numpy, imported on first use: the import takes as long as the rest of a start, and `mckpt --help`
-does not need it.
+"""numpy, imported on first use, and regular expressions, compiled on first use. Both take time at
+the start of a command that may not need them.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +21,21 @@ else:
 
     numpy = _Numpy()
 
-__all__ = ["distinct", "numpy"]
+
+class _Pattern:
+    def __init__(self, text: str, flags: int) -> None:
+        self.pattern, self.flags = text, flags
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(re.compile(self.pattern, self.flags), name)
+        setattr(self, name, value)
+        return value
+
+
+def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
+    """Returns a regular expression that is compiled when one of its methods is first used."""
+    found: Any = _Pattern(text, flags)
+    return found
 
 
 def distinct(values: numpy.ndarray) -> numpy.ndarray:

@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from mckpt import formats
 from mckpt.adapters import factors
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
@@ -128,7 +130,7 @@ def plan_megatron(
     args = args_of(decided)
     places = factors.weights_in(source.layout)
     names = AdapterNames(
-        decided.names.mapping._replace(objects=()),
+        structs.replace(decided.names.mapping, objects=()),
         decided.names.dims,
         {**decided.names.choices, "layers": args.layers},
         decided.names.parallel,
@@ -389,7 +391,7 @@ def _run_config(
     """Returns run_config.yaml with the section `peft`, from which Megatron-Bridge builds the
     adapters; nothing for a target that it does not read.
     """
-    asked = replace(decided, target=replace(decided.target, run_config=True))
+    asked = structs.replace(decided, target=replace(decided.target, run_config=True))
     try:
         files = bridge_files(asked)
     except UsageError:

@@ -18,8 +18,7 @@ from mckpt.formats.hf_config import ADAPTER, parse_config
 from mckpt.formats.hf_files import read_bin
 from mckpt.geometry.box import row_major
 from mckpt.lazy import numpy as np
-from mckpt.mapping.nodes import Node, parse
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER, Node, parse
 from mckpt.storage.descriptors import pread
 from mckpt.storage.files import opened
 from mckpt.values.adding import FACTORS, Factor

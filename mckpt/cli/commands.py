@@ -6,7 +6,6 @@ commands and options, and an environment variable for every option, such as MCKP
 from __future__ import annotations
 
 import os
-import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -16,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from mckpt.errors import UsageError
+from mckpt.lazy import pattern
 
 # Commands that mckpt does not have, and those that do it.
 _MEANT_COMMANDS = {
@@ -109,7 +109,7 @@ class Commands(click.Group):
 PREFIX = "MCKPT_"
 # Variables that do not set an option: those of a launcher (execute/ranks.py), and those that
 # Kubernetes sets in every container if a Service has the name mckpt.
-_OTHERS = re.compile(
+_OTHERS = pattern(
     r"MCKPT_(RANK|NUM_RANKS|LOCAL_RANKS|RUN|SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)"
 )
 

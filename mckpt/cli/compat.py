@@ -232,7 +232,7 @@ def read() -> list[dict[str, Any]]:
     """Returns the tools of mappings/compat.yaml."""
     import yaml
 
-    from mckpt.mapping.schema import FOLDER
+    from mckpt.mapping.nodes import FOLDER
 
     tools: list[dict[str, Any]] = yaml.safe_load((FOLDER / "compat.yaml").read_text("utf-8"))
     return tools

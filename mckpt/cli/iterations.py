@@ -15,9 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from mckpt.cli import terminal
 from mckpt.cli.options import POSITIVE, in_section, together
@@ -42,18 +43,18 @@ from mckpt.formats.megatron.save_directory import (
     iteration_of,
     iterations_of,
 )
+from mckpt.lazy import pattern
 from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
 from mckpt.values.sizes import parse_duration
 
 REST_S = 5.0  # seconds between two looks at a checkpoint, in which nothing may have changed
 TRIES = 3  # how often --watch tries to convert an iteration
-FIELD = re.compile(r"\{iteration(:0?\d*d)?\}")
+FIELD = pattern(r"\{iteration(:0?\d*d)?\}")
 Look = list[tuple[str, int, int]]  # name, bytes and mtime of each file of a checkpoint
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """The result of one conversion."""
 
     state: str  # written, done already, portable already, planned, failed
@@ -62,7 +63,7 @@ class Outcome:
     nbytes: int = 0
     seconds: float = 0.0
     exit_code: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)  # the manifest
+    facts: dict[str, Any] = {}  # the manifest
 
     def show(self, as_json: bool) -> None:
         """Prints it as the result of a command; a plan has been printed already."""
@@ -267,8 +268,7 @@ class _Place:
 # ------------------------------------------------------------------------------------------ the run
 
 
-@dataclass
-class _Run:
+class _Run(Struct):
     """One command over many iterations."""
 
     convert: Convert
@@ -276,7 +276,7 @@ class _Run:
     place: _Place
     options: dict[str, Any]
     keep: int | None
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = {}
     started: float = field(default_factory=time.perf_counter)
     converting: bool = False
 

@@ -47,7 +47,7 @@ def show(name: str) -> None:
     NAME is a family (llama), a dialect (gpt), or logical, the list of all dims and logical tensors.
     """
     from mckpt import mapping
-    from mckpt.mapping.schema import FOLDER
+    from mckpt.mapping.nodes import FOLDER
 
     if name == "logical":
         document((FOLDER / "logical.yaml").read_text(encoding="utf-8"))

@@ -4,8 +4,9 @@ which Megatron-Bridge loads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
@@ -31,8 +32,7 @@ FOLLOWS_IMPL = (
 PER_LAYER = "non_homogeneous_layers"  # in the common state: where Megatron-Core looks first
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(Struct, frozen=True):
     """A new Megatron checkpoint: all decisions from which its args follow."""
 
     source: Checkpoint

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -219,8 +220,7 @@ class PlannedCopy(NamedTuple):
     scaled: bool  # whether the elements of one side are quantised: values are codes times scales
 
 
-@dataclass(frozen=True)
-class SourceState:
+class SourceState(Struct, frozen=True):
     """The state of the source files of a plan."""
 
     stamps: Sequence[Stamp]

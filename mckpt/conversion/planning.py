@@ -16,18 +16,18 @@ from mckpt.conversion.optimizer import prove
 from mckpt.conversion.plan_data import PlanData, most_dtype
 from mckpt.conversion.refusals import dropped, refuse_options
 from mckpt.conversion.target import Destination, TargetOptions
-from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError
 from mckpt.execute.ranks import Ranks
 from mckpt.formats.hf_config import has_tokenizer, side_files
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import is_iteration_name, iteration_name
-from mckpt.progress import OnProgress, watched
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from threading import Event
+
+    from mckpt.progress import OnProgress
 
 
 class Plan(PlanData):
@@ -70,6 +70,7 @@ class Plan(PlanData):
         errors.
         """
         from mckpt.conversion.moving import RunSettings
+        from mckpt.progress import watched
 
         if sparse_copy.of(self.destination.root) is None:
             from mckpt.conversion.run import run
@@ -131,7 +132,12 @@ def make_plan(
         update_tracker=update_tracker,
         helps=helps,
     )
-    planned = (plan_megatron if format.megatron else plan_hf)(source, destination, target)
+    if format.megatron:
+        planned = plan_megatron(source, destination, target)
+    else:
+        from mckpt.conversion.to_hf import plan_hf
+
+        planned = plan_hf(source, destination, target)
     return Plan(**vars(planned))
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
@@ -158,7 +160,7 @@ def _with_layer_keys(decided: Decided, args: Args) -> Decided:
     names = decided.names
     names = replace(names, choices={**names.choices, "layers": args.layers})
     refuse_misfit(decided.moved, names, "Megatron")
-    return replace(decided, names=names)
+    return structs.replace(decided, names=names)
 
 
 def _optimizer_entries(decided: Decided) -> tuple[list[list[dict[str, Any]]], list[Scaler]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
 
 from mckpt.containers.entries import Entry, Kind, Span
 from mckpt.errors import MAX_LISTED, CoverError, SourceError, UsageError
@@ -18,6 +19,7 @@ from mckpt.geometry.box import Layout, Piece, Stored, restride
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
+from mckpt.lazy import pattern
 from mckpt.mapping import Bound, Dims, MappingFile, Rule, Scope, schema
 from mckpt.storage.files import TargetFile
 
@@ -49,8 +51,7 @@ class Names:
         return self.parallel.stages(count, self.dims["mtp_layers"])
 
 
-@dataclass(frozen=True)
-class LayoutRequest:
+class LayoutRequest(Struct, frozen=True):
     """The description of a new checkpoint: the input of Format.lay_out. Each family of formats adds
     what it needs in a subclass.
     """
@@ -114,8 +115,7 @@ class Opened(Protocol):
         """
 
 
-@dataclass(frozen=True, repr=False)
-class Format:
+class Format(Struct, frozen=True):
     """One disk format. `mckpt.formats.FORMATS` lists all of them."""
 
     name: str
@@ -167,7 +167,7 @@ def best_choices(
     return min(found, key=lambda row: row[:2])[2]
 
 
-_NUMBER = re.compile(r"\d+(?![^\[]*\])")  # outside of a shape
+_NUMBER = pattern(r"\d+(?![^\[]*\])")  # outside of a shape
 
 
 class Problems(list[str]):

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from mckpt.lazy import pattern
+
 # Parts of names that a wrapper adds at each module that it wraps -> the wrapper
 _INSIDE = {
     "_orig_mod": "torch.compile",
@@ -23,11 +25,11 @@ _AROUND = {
     "base_model.model.": "PEFT",
 }
 VALUE_HEAD = "v_head."  # starts the names of TRL's value head, which is beside `pretrained_model.`
-_LORA = re.compile(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
+_LORA = pattern(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
 
 # Ends of the keys of the factors of Megatron-Bridge's adapters (mappings/adapters.yaml), and the
 # part that the keys of the weights below them have in memory
-FACTOR = re.compile(r"\.adapter\.(?:(?:adapter_\w+\.)?linear_(?:in|out)\.weight|weight_magnitude)$")
+FACTOR = pattern(r"\.adapter\.(?:(?:adapter_\w+\.)?linear_(?:in|out)\.weight|weight_magnitude)$")
 _WRAPPED = ".to_wrap."
 
 # Names that no mapping has, and what to do with a checkpoint that has them

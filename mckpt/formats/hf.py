@@ -8,7 +8,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,7 @@ def detect(path: Path) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class HuggingFaceRequest(LayoutRequest):
+class HuggingFaceRequest(LayoutRequest, frozen=True):
     """The description of a new Hugging Face directory."""
 
     max_shard_size: int  # bytes

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import (
@@ -100,12 +101,11 @@ class Scheme(NamedTuple):
         return f"{self.encoding.name} with {where}" + ", and one for each tensor" * bool(self.whole)
 
 
-@dataclass(frozen=True)
-class Quantisation:
+class Quantisation(Struct, frozen=True):
     """The forms of the quantised weights of one model."""
 
     schemes: tuple[Scheme, ...] = ()
-    beside: dict[str, str] = field(default_factory=dict)  # key suffix -> the reason to ignore it
+    beside: dict[str, str] = {}  # key suffix -> the reason to ignore it
     refused: str = ""  # why config.json's quantization_config is not read
     by_dtype: bool = False  # the dtype of a weight's elements decides which of the schemes it has
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from mckpt.containers.entries import Entries
 from mckpt.formats.base import Problems
@@ -37,8 +38,7 @@ class Weights(NamedTuple):
         return np.flatnonzero((self.experts == 0) | (not self.axes)).tolist()
 
 
-@dataclass(frozen=True)
-class QuantisedTensors:
+class QuantisedTensors(Struct, frozen=True):
     """All tensors of a directory, some of which hold elements and scales of quantised weights."""
 
     entries: Entries

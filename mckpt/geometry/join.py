@@ -4,10 +4,10 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from mckpt.errors import CoverError
 from mckpt.geometry.box import (
@@ -66,8 +66,7 @@ class Cast(NamedTuple):
         return self.source == self.target and not (self.offset or self.adapted)
 
 
-@dataclass(frozen=True, eq=False)
-class Joined:
+class Joined(Struct, frozen=True, eq=False):
     """The copies that fill one layout from another."""
 
     copies: np.ndarray  # of COPY, in the order of reading

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mckpt.errors import UsageError, counted
+from mckpt.lazy import pattern
 
 MAX_STAGES = 4096  # most stages to which a layout string such as (t|)*1000000000 may unroll
 # Limit of each parallel size and of their products: the args of a checkpoint can have any number,
@@ -28,7 +29,7 @@ _SPLIT = (
     "layout",
     "stage_sizes",
 )
-_MTP = re.compile(r"m(\*\d{1,5})?")  # layers of multi-token prediction in a layout
+_MTP = pattern(r"m(\*\d{1,5})?")  # layers of multi-token prediction in a layout
 
 
 @dataclass(frozen=True)
@@ -397,8 +398,8 @@ def _parse_layout(text: str) -> list[str]:
         return m[1] * int(m[2])
 
     # unroll groups first, as Megatron does
-    for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
-        out = re.sub(pattern, unrolled, out)
+    for group in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
+        out = re.sub(group, unrolled, out)
     stages = out.split("|")
     if len(stages) > MAX_STAGES:
         raise UsageError(

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from mckpt import formats
 from mckpt.adapters.checkpoint import AdapterCheckpoint
@@ -183,7 +184,7 @@ def _unquantised(
         return request, []
     own = dtypes_of(model.layout)
     dtypes = {**request.dtypes, **{name: own[name] for b in rules for name in b.rule.of}}
-    return replace(request, quantize=None, dtypes=dtypes), rules
+    return structs.replace(request, quantize=None, dtypes=dtypes), rules
 
 
 def _receivers(names: list[str], to: To, world: int) -> Mapping[str, frozenset[int]]:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
+from msgspec import structs
+
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_files
 from mckpt.adapters.factors import AdapterNames
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -43,7 +45,7 @@ from mckpt.storage import sparse_copy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-FORMAT = replace(
+FORMAT = structs.replace(
     torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False, readable=False
 )
 _PLAIN = (bool, int, float, str, type(None))

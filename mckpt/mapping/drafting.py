@@ -171,7 +171,7 @@ def _score(
     """Names in common count. Names that the family needs, for this config if it can read it, and
     that the model does not have, and values that it refuses, count against it a little.
     """
-    needed = {rule.key for rule in known.family.rules if rule.when is None}
+    needed = {rule.key for rule in known.family.rules if not rule.when}
     dims, problems = (None, []) if config is None else _dims(known.family, config)
     if dims is not None:
         needed = _needed(known.family, dims) or needed

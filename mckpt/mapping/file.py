@@ -14,6 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping import lists
@@ -55,7 +58,7 @@ def without_mtp(dims: Mapping[str, Any]) -> Dims:
 LONG = 400  # characters of a value that an error shows
 
 
-class Dim(NamedTuple):
+class Dim(Struct, frozen=True):
     """The keys of one dim in a config, and how its value is read and written.
 
     A read takes the first of `keys` that is present, and applies `values` and `read`; without any
@@ -86,7 +89,7 @@ class Condition(NamedTuple):
     loads: bool = True  # False: the program cannot even load the model
 
 
-class MappingFile(NamedTuple):
+class MappingFile(Struct, frozen=True):
     """A family or a dialect, after all checks."""
 
     name: str
@@ -203,7 +206,7 @@ class MappingFile(NamedTuple):
         out = []
         decoder, encoder = range(scope["num_layers"]), range(scope["encoder_layers"])
         mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
-        found: dict[tuple[range, str | None], list[int]] = {}  # many rules hold for the same layers
+        found: dict[tuple[object, ...], list[int]] = {}  # many rules hold for the same layers
         number_of: dict[tuple[str, int], int] = {}  # and have the same numbers
         form, here = self.form(scope), dict(scope)
         sizes = schema().sizes(scope)
@@ -212,22 +215,25 @@ class MappingFile(NamedTuple):
             here["layer"] = layer  # a copy for each layer would take longer than most expressions
             return expression(here)
 
+        def holding(when: Expression, layers: list[int]) -> list[int]:
+            if layers and "layer" in when.names:
+                return [layer for layer in layers if at(when, layer)]
+            return layers if layers and when(scope) else []
+
         for rule in self.rules if rules is None else rules:
             rule = rule._replace(key=form.rename(rule.key)) if form.names else rule
             layers_of = mtp if rule.mtp else encoder if rule.encoder else decoder
             every = layers_of if "layer" in rule.indices else range(1)
-            which = every, rule.when.text if rule.when else None
-            if which not in found:
-                try:
-                    if rule.when is None or not every:
-                        found[which] = list(every)
-                    elif "layer" in rule.when.names:
-                        found[which] = [i for i in every if at(rule.when, i)]
-                    else:
-                        found[which] = list(every) if rule.when(scope) else []
-                except ExpressionError as e:
-                    raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
-            if layers := found[which]:
+            layers, which = list(every), tuple[object, ...]((every,))
+            for when in rule.when if every else ():
+                which = (*which, when.text)
+                if which not in found:
+                    try:
+                        found[which] = holding(when, layers)
+                    except ExpressionError as e:
+                        raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
+                layers = found[which]
+            if layers:
                 experts = np.arange(scope["num_experts"] if "expert" in rule.indices else 1)
                 numbers = layers
                 if rule.number is not None:
@@ -254,7 +260,7 @@ class MappingFile(NamedTuple):
             for layer in range(first, first + dims["mtp_layers"])
             if rule.mtp
         }
-        return self._replace(ignore={**self.ignore, **keys})
+        return replace(self, ignore={**self.ignore, **keys})
 
     def num_numbers(self, dims: Mapping[str, Any]) -> int:
         """Returns how many layers the decoder has, as this file numbers them."""
@@ -470,8 +476,8 @@ class MappingFile(NamedTuple):
         every key that has them now.
         """
         out: dict[str, Any] = copy.deepcopy(dict(config))
-        always = {name: spec._replace(write_when=None) for name, spec in self.dims.items()}
-        written = self._replace(dims=always).write(dims)
+        always = {name: replace(spec, write_when=None) for name, spec in self.dims.items()}
+        written = replace(self, dims=always).write(dims)
         for name in changed:
             keys = self.dims[name].keys if name in self.dims else ()
             for path in list(self.keys_of(name, config)) or list(keys[:1]):

@@ -12,8 +12,8 @@ from mckpt.mapping.schema import plain, schema
 
 def switches(dialect: MappingFile, name: str) -> list[str]:
     """Returns the dims of type bool without which a dialect has no rule for a logical tensor."""
-    whens = [rule.when for rule in dialect.rules if name in rule.of and not rule.alias]
-    needed = [set(re.split(r"\s+and\s+", when.text)) if when else set() for when in whens]
+    whens = [rule.condition for rule in dialect.rules if name in rule.of and not rule.alias]
+    needed = [set(re.split(r"\s+and\s+", when)) for when in whens]
     decisive = set.intersection(*needed) if needed else set()
     return sorted(n for n in decisive if n in schema().dims and schema().dims[n].type == "bool")
 

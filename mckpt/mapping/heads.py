@@ -6,11 +6,12 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+from msgspec.structs import replace
+
 from mckpt.errors import MappingError
 from mckpt.mapping.file import MappingFile
 from mckpt.mapping.forms import Form
-from mckpt.mapping.nodes import digest_of, parse
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER, digest_of, parse
 
 CAUSAL = "ForCausalLM"
 
@@ -71,18 +72,25 @@ def _around(
 ) -> MappingFile:
     dims, notes, inert = dict(family.dims), list[str](), family.inert
     if not head.get("output", True):
-        tied = dims["tied"]._replace(
-            has_const=True, const=True, values=None, read=None, write=None, tensor="lm_head.weight"
+        tied = replace(
+            dims["tied"],
+            has_const=True,
+            const=True,
+            values=None,
+            read=None,
+            write=None,
+            tensor="lm_head.weight",
         )
         if "has" not in head:  # the class never reads whether an output layer is tied
             inert |= set(tied.keys)
-            tied = tied._replace(keys=(), tensor=None)
+            tied = replace(tied, keys=(), tensor=None)
         dims["tied"] = tied
         notes.append(
             "the model has no output layer: Megatron's has the embedding in that place, and a"
             " Hugging Face directory is written without one"
         )
-    return family._replace(
+    return replace(
+        family,
         digest=digest_of(family.digest + digest),
         architectures=(architecture,),
         dims=dims,

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mckpt.lazy import pattern
 from mckpt.mapping.file import MappingFile
-from mckpt.mapping.nodes import parse
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER, parse
 
-_READ = re.compile(r"\bconfig\.(\w+)")  # in an expression
+_READ = pattern(r"\bconfig\.(\w+)")  # in an expression
 
 
 @functools.cache

@@ -15,11 +15,11 @@ from mckpt.mapping.file import Condition, Dim, MappingFile
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.heads import decoder_of
 from mckpt.mapping.inert import inert_keys
-from mckpt.mapping.nodes import Node, digest_of, merge, parse, plain
+from mckpt.mapping.nodes import FOLDER, Node, digest_of, merge, parse, plain
 from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule import COUNT, Parse, first_key, read_rules
-from mckpt.mapping.schema import FOLDER, extend, nearest, schema
+from mckpt.mapping.schema import extend, nearest, schema
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
@@ -480,7 +480,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         entries += [(dim.where, name, e, written) for e in (dim.write, dim.write_when)]
     of_layer, counting = ruled | {"layer"}, dims | {"layer"}
     for rule in (*file.rules, *file.objects):
-        entries.append((rule.where, rule.key, rule.when, of_layer))
+        entries += [(rule.where, rule.key, when, of_layer) for when in rule.when]
         entries.append((rule.where, rule.key, rule.number, counting))
         entries.append((rule.where, rule.key, rule.heads, dims))
     for where, key, used, known in entries:

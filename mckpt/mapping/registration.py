@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
 from mckpt.geometry.parallel import Parallel
+from mckpt.lazy import pattern
 
-_NUMBERED = re.compile(r"(\D*)(\d+)")  # weight12, or the number of a layer or an expert
+_NUMBERED = pattern(r"(\D*)(\d+)")  # weight12, or the number of a layer or an expert
 
 # (number, or -1 without one; index of the name) for each part of a key
 Place = tuple[tuple[int, int], ...]

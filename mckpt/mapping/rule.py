@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     pack: str
     tp: str  # column, row, vocab or replicated
     stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
-    when: Expression | None
+    when: tuple[Expression, ...]  # the rule applies to the layers for which all are true
     alias: bool  # a further copy of a tensor that another rule stores
     written: bool  # False: an alias that is read if it is present, and never written
     dtype: str | None  # the dtype in which it is always stored
@@ -41,6 +41,13 @@ class Rule(NamedTuple):
     heads: Expression | None = None  # groups of the packing qkv; None: num_query_groups
     offset: float = 0.0  # the stored values are the logical ones plus this number
     encoder: bool = False  # {layer} counts the layers of the encoder, not those of the decoder
+
+    @property
+    def condition(self) -> str:
+        """Returns `when` as one text."""
+        if len(self.when) == 1:
+            return self.when[0].text
+        return " and ".join(f"({e.text})" for e in self.when)
 
     @property
     def shared(self) -> bool:
@@ -128,7 +135,7 @@ class _Scope(NamedTuple):
     instead: tuple[str, Expression | None] | None = None  # another prefix, and when
     again: bool = False  # the rules of a block once more, for multi-token prediction
     number: Expression | None = None  # see Rule
-    when: str | None = None  # a condition on all rules
+    when: tuple[object, ...] = ()  # the texts of conditions on all rules
 
 
 def read_rules(root: Node, section: str, expression: Parse, problems: list[str]) -> Iterator[Rule]:
@@ -188,9 +195,8 @@ def _scopes(
             other = None
         instead = (other["key"], expression(other["when"], where)) if other else None
         for node, own in rules:
-            logical = block.get("is", "")
-            counted, when = None if again else number, block.get("when")
-            when = _both(when, own) if when and own else when or own
+            logical, counted = block.get("is", ""), None if again else number
+            when = block.get("when"), own
             yield _Scope(node or Node(), start, logical, instead, again, counted, when)
 
 
@@ -236,10 +242,8 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
                     continue
                 if again or "{mtp}" in prefix:
                     one = {**one, "mtp": True}
-                if always is not None:
-                    one = {**one, "when": _both(always, one.get("when"))}
                 try:
-                    rule = _rule(prefix + stored, one, logical, number, where, expression)
+                    rule = _rule(prefix + stored, one, always, logical, number, where, expression)
                 except (ValueError, TypeError) as e:
                     problems.append(f"{where}: {prefix + stored}: {e}")
                     continue
@@ -249,16 +253,9 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
                 other_prefix, condition = instead
                 if condition is None:  # it is among the problems
                     continue
-                there, when = condition.text, rule.when and rule.when.text
-                yield rule._replace(when=expression(_both(f"not ({there})", when), where))
-                yield rule._replace(
-                    key=other_prefix + stored, when=expression(_both(there, when), where)
-                )
-
-
-def _both(first: str, second: Any) -> str:
-    """Returns the condition that both are true; `second` may be None."""
-    return first if second is None else f"({first}) and ({second})"
+                if (elsewhere := expression(f"not ({condition.text})", where)) is not None:
+                    yield rule._replace(when=(elsewhere, *rule.when))
+                yield rule._replace(key=other_prefix + stored, when=(condition, *rule.when))
 
 
 def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -295,6 +292,7 @@ def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rule(
     key: str,
     spec: Mapping[str, Any],
+    always: tuple[object, ...],
     prefix: str,
     number: Expression | None,
     where: str,
@@ -332,7 +330,8 @@ def _rule(
     tp = spec.get("tp", "replicated")
     if tp not in TP_KINDS:
         raise ValueError(f"no tp kind {tp!r}; known: {', '.join(TP_KINDS)}")
-    when, dtype = expression(spec.get("when"), where), spec.get("dtype")
+    when = [expression(text, where) for text in (*always, spec.get("when"))]
+    dtype = spec.get("dtype")
     if dtype not in (None, *TABLE):
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
     heads, offset = expression(spec.get("heads"), where), spec.get("offset", 0)
@@ -346,7 +345,7 @@ def _rule(
         pack,
         tp,
         spec.get("stage"),
-        when,
+        tuple(e for e in when if e is not None),
         bool(alias),
         alias != "read",
         dtype,

@@ -5,16 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
 from mckpt.mapping.expression import Expression, ExpressionError
-from mckpt.mapping.nodes import Node, parse
+from mckpt.mapping.nodes import FOLDER, Node, parse
 
-_PACKAGE = Path(__file__).parent.parent
-# a wheel has them inside
-FOLDER = _PACKAGE / "mappings" if (_PACKAGE / "mappings").is_dir() else _PACKAGE.parent / "mappings"
 FACTORS = ("lora_A", "lora_B")  # of an adapter, behind the name of the weight
 MAGNITUDE = "lora_magnitude"  # of an adapter with DoRA
 _TYPES: dict[str, Any] = {

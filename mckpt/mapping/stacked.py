@@ -8,10 +8,11 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+from msgspec.structs import replace
+
 from mckpt.mapping.file import MappingFile
-from mckpt.mapping.nodes import digest_of, parse
+from mckpt.mapping.nodes import FOLDER, digest_of, parse
 from mckpt.mapping.rule import Rule
-from mckpt.mapping.schema import FOLDER
 
 _EXPERT = "experts.{expert}."
 _DOWN = ".experts.down_proj"  # a tensor that each such model has
@@ -36,7 +37,7 @@ def with_stacked_experts(family: MappingFile, keys: Collection[str]) -> MappingF
         rules = _replaced(rules, name, tuple(spec["of"]), spec["pack"])
     for old, new in family.memory.items():
         rules = [rule._replace(key=rule.key.replace(old, new)) for rule in rules]
-    return family._replace(digest=digest_of(family.digest + digest), rules=tuple(rules))
+    return replace(family, digest=digest_of(family.digest + digest), rules=tuple(rules))
 
 
 def _replaced(rules: list[Rule], name: str, of: tuple[str, ...], pack: str) -> list[Rule]:

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mckpt.errors import UsageError
+from mckpt.lazy import pattern
 
 # org/name[@revision]. With hf:// in front it is never a local directory, and the organisation may
 # be missing. pathlib turns hf:// into hf:/.
-_NAME = re.compile(
+_NAME = pattern(
     r"(?:(?:(?P<scheme>hf:/{1,2})(?:[A-Za-z0-9][\w.-]*/)?)|[A-Za-z0-9][\w.-]*/)"
     r"[A-Za-z0-9_][\w.-]*(?:@[A-Za-z0-9][\w./+-]*)?"
 )
 # pathlib turns s3:// into s3:/. hf:// names a model on the Hub.
-_URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
+_URL = pattern(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 # the schemes that obstore opens, with its name of the store; fsspec opens the others
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 # A URL's query may carry a signature that grants access.
-_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
+_QUERY = pattern(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
 
 class HubName(NamedTuple):

@@ -25,7 +25,7 @@ import pytest
 
 from mckpt.geometry.packing import PACKINGS
 from mckpt.mapping import reading, rule
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER
 from tests import matrix
 from tests.helpers import made_models
 from tests.helpers.tiny import CASES

@@ -121,8 +121,8 @@ def test_the_kept_family_file_is_complete_on_its_own(mine: Path) -> None:
     kept = mapping.load("hf", str(mine / "ckpt" / "hf" / KEPT))
     given = mapping.load("hf", str(mine / "maps" / "mine.yaml"))
     assert "extends:" not in text
-    assert [(r.key, r.of, r.pack, r.when and r.when.text) for r in kept.rules] == [
-        (r.key, r.of, r.pack, r.when and r.when.text) for r in given.rules
+    assert [(r.key, r.of, r.pack, r.condition) for r in kept.rules] == [
+        (r.key, r.of, r.pack, r.condition) for r in given.rules
     ]
     assert (
         kept.dims.keys() == given.dims.keys()

@@ -21,8 +21,7 @@ from mckpt import mapping
 from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.mapping import MappingFile
 from mckpt.mapping.inert import inert_keys, is_inert, known_args
-from mckpt.mapping.nodes import parse
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER, parse
 from tests.helpers import placement
 from tests.helpers.commands import run
 from tests.helpers.lazy import torch

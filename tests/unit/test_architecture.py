@@ -48,7 +48,7 @@ MAY = words(
         "values": "errors",
         "geometry": "errors values",
         "containers": "errors storage values",
-        "mapping": "errors geometry values",
+        "mapping": "errors geometry values version",
         "formats": f"{CORE} containers",
         "checkpoint": f"{CORE} formats",
         "adapters": f"{CORE} checkpoint containers conversion formats",

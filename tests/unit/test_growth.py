@@ -14,7 +14,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint.inspection import inspect
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping import reading, schema
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER
 from tests.helpers import tiny
 from tests.helpers.tiny import TinyModel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mckpt import mapping
 from mckpt.checkpoint import inspection
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
+from mckpt.mapping import nodes
 from tests.helpers import tiny
 from tests.helpers.tiny import TinyModel
 from tests.unit.test_mapping_config import llama
@@ -645,3 +647,28 @@ def test_a_model_that_does_not_fit_its_family_file_is_refused(tmp_path: Path) ->
     )
     assert "ln_f.weight is missing; it should be [64]" in text
     assert "and 16 more" in text
+
+
+def test_a_parsed_form_is_kept_for_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the values and lines of the file. If it is damaged or old, it is made again."""
+    monkeypatch.setattr(nodes, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "some.yaml"
+
+    def parsed() -> tuple[object, object]:
+        nodes._loaded.cache_clear()
+        root = nodes.parse(file)[0]
+        return root, (root.lines, root["a"].lines)
+
+    file.write_text("a: {b: [1, x: {2: null}], true: 0.5}\nc: text\n")
+    first = parsed()
+    with monkeypatch.context() as without:
+        without.delattr(nodes, "load")
+        assert parsed() == first
+    (kept,) = (tmp_path / "__pycache__").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert parsed() == first
+    file.write_text("a: {b: 2}\n")
+    assert parsed() == ({"a": {"b": 2}}, ({"a": "some.yaml:1"}, {"b": "some.yaml:1"}))

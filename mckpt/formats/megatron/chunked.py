@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mckpt.containers import torch_file, torch_spans
 from mckpt.containers.dcp_metadata import Metadata, read_metadata
@@ -29,14 +29,17 @@ from mckpt.containers.entries import Entry, Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, Problems, Shown, group, packed
-from mckpt.formats.megatron.optimizer import flat
 from mckpt.formats.megatron.torch_dist_writing import MARKER, METADATA
 from mckpt.geometry.box import Box, Stored, range_boxes, row_major
 from mckpt.geometry.packing import buffer
+from mckpt.lazy import pattern
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
 from mckpt.storage.files import opened, unreadable
 from mckpt.values.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from mckpt.formats.megatron.optimizer import flat
 
 # files open at once while a layout is read; a save has one or two for each rank
 MAX_OPEN = 32
@@ -219,6 +222,8 @@ class Chunked(ABC):
 
     def extents(self, key: str) -> Iterator[flat.Extent]:
         """Yields the chunks of a tensor of one axis."""
+        from mckpt.formats.megatron.optimizer import flat
+
         dtype, _, chunks = self.metadata.tensors[key]
         with Files(self.root) as files:
             for offsets, sizes in chunks:
@@ -275,7 +280,7 @@ def has_keys(root: Path, prefix: str) -> bool:
 
 
 # what NeMo puts into the keys of a model, and of an optimizer's state of it
-_WRAPPED = re.compile(
+_WRAPPED = pattern(
     r"(?:^|(?<=\.))(?:module\.|model\.(?:module\.)?)(?=(?:embedding|decoder|output_layer|mtp)\.)"
 )
 

@@ -5,7 +5,6 @@ state: args, iteration and other values but the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from mckpt.containers import safe_pickle
@@ -101,8 +100,7 @@ def new_common(args: dict[str, Any] | None, iteration: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class MegatronRequest(LayoutRequest):
+class MegatronRequest(LayoutRequest, frozen=True):
     """The description of a new checkpoint of Megatron."""
 
     padded_vocab_size: int  # rows

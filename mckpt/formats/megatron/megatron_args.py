@@ -10,8 +10,9 @@ import json
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mckpt.mapping import MappingFile
 
@@ -20,8 +21,7 @@ TYPE, MODEL = "--tokenizer-type", "--tokenizer-model"
 BESIDE = "../hf"  # the tokenizer of DST/hf, from the directory of both files
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """The flags of a launch line and their values, in the order of the dialect.
 
     The value True stands for a flag without a value.

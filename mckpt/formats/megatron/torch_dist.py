@@ -35,7 +35,7 @@ from mckpt.formats.base import (
 from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import MODEL, Chunked, Directory, has_keys
 from mckpt.formats.megatron.interface import Common, has_tensors
-from mckpt.formats.megatron.optimizer import BY_LAYERS, Optimizer, flat
+from mckpt.formats.megatron.optimizer import BY_LAYERS, Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
@@ -44,7 +44,6 @@ from mckpt.formats.megatron.torch_dist_writing import (
     METADATA,
     lay_out,
 )
-from mckpt.formats.megatron.zarr_directory import has_arrays
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
@@ -55,8 +54,13 @@ CHOICES = {"keys": ("global",)}  # of the dialects
 
 def detect(path: Path) -> bool:
     # Without its metadata.json it was saved in part, or has another format.
-    partial = (path / METADATA).exists() and not has_keys(path, MODEL)
-    return partial or ((path / MARKER).exists() and not has_arrays(path))
+    if (path / METADATA).exists() and not has_keys(path, MODEL):
+        return True
+    if not (path / MARKER).exists():
+        return False
+    from mckpt.formats.megatron.zarr_directory import has_arrays
+
+    return not has_arrays(path)
 
 
 def backend(path: Path) -> str:
@@ -150,6 +154,8 @@ class TorchDist:
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """Returns the keys of optimizer, random states and the like, up to a dot or slash."""
+        from mckpt.formats.megatron.optimizer import flat
+
         keys = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
         names = [k for k in keys if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {
@@ -244,6 +250,8 @@ class TorchDist:
 
     @property
     def _has_flat(self) -> bool:
+        from mckpt.formats.megatron.optimizer import flat
+
         keys = (*self.metadata.tensors, *self.metadata.objects)
         return any(flat.group_of(key) for key in keys)
 
@@ -252,6 +260,8 @@ class TorchDist:
 
         rest: the buffers contain no matrices, because Muon stores the state of those elsewhere.
         """
+        from mckpt.formats.megatron.optimizer import flat
+
         marks = self.common.fields.get("content_metadata") or {}
         kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"
         form = str(marks.get("distrib_optim_sharding_type", kind))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata, metadata_file

@@ -14,7 +14,6 @@ two optimizers, whose keys begin with chained_0. and chained_1.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,10 +38,11 @@ from mckpt.formats.megatron.optimizer.state import (
     state_bound,
 )
 from mckpt.geometry.box import Layout, Piece, Stored
+from mckpt.lazy import pattern
 from mckpt.values.dtypes import itemsize
 
-_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
-_BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_(\d+)\.(\w+)")
+_GROUP = pattern(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
+_BUCKET = pattern(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_(\d+)\.(\w+)")
 
 
 class Place(NamedTuple):

@@ -30,7 +30,6 @@ The rules are those of megatron/core/optimizer/__init__.py, megatron-core 0.19.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, packed
 from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.lazy import numpy as np
+from mckpt.lazy import pattern
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
 from mckpt.storage.files import opened
@@ -71,7 +71,7 @@ Scaler = dict[str, Any]
 SCALER = "grad_scaler"  # its name in an `optimizer`
 CURE = "If the checkpoint should be complete, copy it again; else give --no-optimizer."
 # Before `chained_optim_avoid_prefix`, the optimizers of dense weights and of experts had prefixes.
-_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_KEY = pattern(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 
 
 class Optimizer(NamedTuple):
