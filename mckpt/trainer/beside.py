@@ -210,8 +210,6 @@ def _hook(
     """
     from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-    from mckpt.trainer.local_stack import NormedColumn
-
     module, weight, tp = linear.module, linear.module.weight, linear.module.tp_group.size()
     where = {"device": weight.device, "dtype": weight.dtype}
     pairs = {name: (a.to(**where), scale * b.to(**where)) for name, a, b, _ in factors}
@@ -222,6 +220,9 @@ def _hook(
         lengths = torch.linalg.vector_norm(weight.float() + b.float() @ a.float(), dim=1)
         times = (magnitudes.to(weight.device).float() / lengths).to(weight.dtype)
 
+    # a linear of local_stack.py may normalise its input, which the adapter needs too
+    normalised = getattr(module, "normalised", lambda x: x)
+
     def product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         inner = F.linear(x, a)
         # the products of an expert's ranks are added later, with its output
@@ -231,8 +232,7 @@ def _hook(
 
     def add(_: Any, args: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:
         x, (out, bias) = args[0], output
-        if isinstance(module, NormedColumn):
-            x = module.normalised(x)
+        x = normalised(x)
         if "" in pairs:
             added = product(x, *pairs[""])
         else:
