@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mckpt.mapping.expression import Expression, ExpressionError
-from mckpt.mapping.nodes import parse
-from mckpt.mapping.schema import FOLDER
+from mckpt.mapping.nodes import FOLDER, parse
 
 SHOWN = 80  # characters of a value in an error
 _CURE = "compare it with config.json in the repository of the model"
