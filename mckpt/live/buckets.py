@@ -323,7 +323,8 @@ def _bucket(
     most: int,
 ) -> Bucket:
     """Returns the bucket of some tensors. In each segment, copies of larger elements come first, so
-    that each copy is aligned.
+    that each copy is aligned. Tensors follow each other as in the weights that they are parts of,
+    so that one copy sends a whole weight.
 
     order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. columns: of each
     copy, the rank that sends its elements, the shift of `Bucket`, and the bytes of an element.
@@ -333,7 +334,11 @@ def _bucket(
     rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
     chosen = np.concatenate(rows)
     tensor = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
-    by_rank = np.lexsort((-items[chosen], rank[chosen]))
+    source = (copies["src_file"][chosen].astype("i8") << FILE) + copies["src_at"][chosen]
+    _, group = np.unique(tensor * (rank.max() + 2) + rank[chosen], return_inverse=True)
+    first = np.full(len(chosen), np.iinfo("i8").max)
+    np.minimum.at(first, group, source)  # of the part of each tensor that a rank sends
+    by_rank = np.lexsort((first[group], -items[chosen], rank[chosen]))
     chosen, tensor = chosen[by_rank], tensor[by_rank]
     held, sizes = rank[chosen], copies["rows"][chosen] * copies["run"][chosen] * items[chosen]
     at = np.zeros(len(chosen), "i8")
