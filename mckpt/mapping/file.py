@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
-from mckpt.mapping import lists
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.forms import (
     ABSENT,
@@ -324,10 +323,14 @@ class MappingFile(Struct, frozen=True):
             return dims[name]
 
         scope = LazyScope(resolve, config=config)
-        if self.architectures and (wrong := list(lists.problems(config, scope))):
-            raise MappingError.of(
-                f"{source} is damaged, or of a model that {self.path.name} does not know:", wrong
-            )
+        if self.architectures:
+            from mckpt.mapping import lists
+
+            if wrong := list(lists.problems(config, scope)):
+                raise MappingError.of(
+                    f"{source} is damaged, or of a model that {self.path.name} does not know:",
+                    wrong,
+                )
         if refused := list(self._refusals(config, source)):
             raise MappingError.of(
                 f"{source} describes a model that {self.path.name} does not know:", refused
