@@ -218,7 +218,9 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
     Raises UsageError if the model's dims do not fit the packing.
     """
     try:
-        groups = rule.heads(scope) if rule.heads else scope["num_query_groups"]
+        # q has one shape where k and v have several
+        of_layer = schema().of_shape(rule.of[-1], scope)
+        groups = rule.heads(scope) if rule.heads else of_layer["num_query_groups"]
         whole = PACKINGS[rule.pack]([schema().shape(name, scope) for name in rule.of], groups)
     except PackingError as e:
         raise UsageError(f"{rule.where}: {rule.key}: {e}") from None

@@ -593,7 +593,8 @@ def _of_one_shape(b: Bound, sizes: list[tuple[int, ...]]) -> list[Bound]:
     for number, kind in enumerate(sorted(set(sizes)), 1):
         those = np.array([sizes[layer] == kind for layer in b.layers.tolist()])
         if those.any():
-            of = tuple(name + number * SHAPE for name in rule.of)
+            # q has the same shape in all layers, and is packed with k and v
+            of = tuple(n + number * SHAPE if schema().differs(n) else n for n in rule.of)
             out.append(
                 Bound(
                     rule._replace(of=of), b.layers[those], b.experts, b.numbers[those], b.num_layers

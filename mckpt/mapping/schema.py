@@ -60,10 +60,7 @@ class Schema(NamedTuple):
         factors of an adapter of rank 8 are `WEIGHT:lora_A.8` [8, in] and `WEIGHT:lora_B.8` [out,
         8], and its magnitudes `WEIGHT:lora_magnitude.8` [out].
         """
-        if number := name.count(SHAPE):
-            name = plain(name)
-            sizes = sorted(set(self.sizes(dims)))[number - 1]
-            dims = {**dims, **dict(zip(self.by_layer(), sizes, strict=True))}
+        dims, name = self.of_shape(name, dims), plain(name)
         weight, _, factor = name.partition("@")[0].partition(":")
         shape = tuple(e(dims) for e in self.tensors[weight].shape)
         if not factor:
@@ -72,6 +69,16 @@ class Schema(NamedTuple):
         if side == MAGNITUDE:
             return shape[:1]
         return (int(rank), shape[1]) if side == FACTORS[0] else (shape[0], int(rank))
+
+    def of_shape(self, name: str, dims: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the dims of the layers in which a logical tensor has the shape that its template
+        numbers.
+        """
+        number = name.count(SHAPE)
+        if not number:
+            return dims
+        sizes = sorted(set(self.sizes(dims)))[number - 1]
+        return {**dims, **dict(zip(self.by_layer(), sizes, strict=True))}
 
     def by_layer(self) -> dict[str, str]:
         """Returns the dims whose values may differ between layers, each with the dim that has the

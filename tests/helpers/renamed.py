@@ -165,6 +165,28 @@ def _normed_head(c: Config, tensors: Config) -> Config:
     return tensors | {"lm_head.weight": torch.nn.functional.normalize(tensors["lm_head.weight"])}
 
 
+def _with_multi_token(c: Config, tensors: Config) -> Config:
+    """Adds the layers of multi-token prediction of MiMo-V2-Flash, which transformers does not save:
+    each has the attention of a layer with a window and the mlp of a dense layer.
+    """
+    import torch
+
+    attention = f"model.layers.{c['hybrid_layer_pattern'].index(1)}."
+    dense = f"model.layers.{c['moe_layer_freq'].index(0)}."
+    hidden, out = c["hidden_size"], dict(tensors)
+    shapes = {"eh_proj.weight": (hidden, 2 * hidden)}
+    norms = ("enorm", "hnorm", "final_layernorm", "input_layernorm", "pre_mlp_layernorm")
+    shapes |= {f"{norm}.weight": (hidden,) for norm in norms}
+    for start, part in ((attention, "self_attn."), (dense, "mlp.")):
+        names = [k.removeprefix(start) for k in tensors if k.startswith(start + part)]
+        shapes |= {name: tuple(tensors[start + name].shape) for name in names}
+    drawn = torch.Generator().manual_seed(6)
+    for layer in range(c["num_nextn_predict_layers"]):
+        for name, shape in sorted(shapes.items()):
+            out[f"model.mtp.layers.{layer}.{name}"] = torch.randn(shape, generator=drawn)
+    return out
+
+
 _LING = {
     "model.embed_tokens": "model.word_embeddings",
     "self_attn.o_proj": "attention.dense",
@@ -232,6 +254,7 @@ _ARCHITECTURES = {
         "attn.c_attn",
         _qwen,
     ),
+    "MiMoV2FlashForCausalLM": Names(saved=_with_multi_token),
     "InternLM3ForCausalLM": Names({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
     "InternVLChatModel": Names(config=_text_config, saved=_beside_vision, read=_language_model),
     "DeciLMForCausalLM": Names(config=_widest, saved=_cut, read=_filled),

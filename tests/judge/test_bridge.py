@@ -151,6 +151,7 @@ LOADED = {
     "gpt_oss": Parallel(pp=2),
     "llama": Parallel(tp=4, pp=2),
     "llama_nemotron": Parallel(tp=2),
+    "mimo_v2_flash": Parallel(tp=2, ep=2),
     "minimax_m2": Parallel(tp=2, ep=2),
     "nemotron_h": Parallel(tp=2, pp=2),
     "nemotron_h_latent": Parallel(tp=2, ep=2),
