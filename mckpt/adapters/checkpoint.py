@@ -98,10 +98,11 @@ class AdapterCheckpoint(Checkpoint):
         return [] if self.named is None else super().left_behind()
 
 
-def of_peft(adapter: PeftAdapter, base: Checkpoint) -> AdapterCheckpoint:
+def of_peft(adapter: PeftAdapter, base: Checkpoint, *, look: bool = True) -> AdapterCheckpoint:
     """Returns the factors of an adapter of PEFT.
 
-    base: describes the model, and is not read but for its headers. Raises SourceError for an
+    base: describes the model, and is not read but for its headers. look: read the values too, to
+    refuse those that are not finite. Raises SourceError for an
     adapter that does not fit it, and UsageError for one that Megatron's adapters cannot express.
     """
     family = base.mapping if not base.is_megatron else base.model.family
@@ -110,7 +111,7 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint) -> AdapterCheckpoint:
             f"{base.path}: no config.json describes the base; give its Hugging Face directory"
         )
     choices = {} if base.is_megatron else base.names.choices
-    fitted = fit(adapter, Names(family, base.dims, choices, Parallel()))
+    fitted = fit(adapter, Names(family, base.dims, choices, Parallel()), look=look)
     if fitted.whole:
         names = [adapter.key(row) for _, row in fitted.whole.values()]
         raise UsageError.of(
@@ -197,21 +198,28 @@ def _weight_key(key: str) -> str:
 
 
 def of_megatron(
-    path: str | Path, options: SourceOptions, alpha: float | None = None
+    path: str | Path,
+    options: SourceOptions,
+    alpha: float | None = None,
+    otherwise: float | None = None,
 ) -> tuple[AdapterCheckpoint, AdapterNames]:
     """Opens a Megatron checkpoint with adapters.
 
-    alpha: replaces that of run_config.yaml or mckpt.json. Raises SourceError if there are none, or
+    alpha: replaces that of run_config.yaml or mckpt.json. otherwise: their alpha if neither states
+    it. Raises SourceError if there are none, or
     if they are not complete, and UsageError if the checkpoint does not state their alpha.
     """
     files = open_files(path, options)
     if not files.is_megatron or not has_adapter(files.opened.keys()):
         raise SourceError(f"{files.path}: has no adapters whose names mckpt knows")
-    return of_files(files, _Model(files), alpha)
+    return of_files(files, _Model(files), alpha, otherwise)
 
 
 def of_files(
-    files: CheckpointFiles, model: ModelDescription, alpha: float | None = None
+    files: CheckpointFiles,
+    model: ModelDescription,
+    alpha: float | None = None,
+    otherwise: float | None = None,
 ) -> tuple[AdapterCheckpoint, AdapterNames]:
     """Returns the adapters of an opened checkpoint. The arguments and errors are those of
     `of_megatron`.
@@ -262,7 +270,7 @@ def of_files(
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
         for which in (True, False)
     )
-    scale = _alpha(files, alpha) / names.rank
+    scale = _alpha(files, alpha, otherwise) / names.rank
     beside = weights if weights.stored else None
     source = AdapterCheckpoint(files, model, held=held, scale=scale, named=names, beside=beside)
     return source, names
@@ -292,8 +300,9 @@ def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _alpha(files: CheckpointFiles, given: float | None) -> float:
-    """Returns the alpha of the adapters of a checkpoint, which is that of the user if it is given.
+def _alpha(files: CheckpointFiles, given: float | None, otherwise: float | None) -> float:
+    """Returns the alpha of the adapters of a checkpoint, which is that of the user if it is given,
+    and `otherwise` if nothing states it.
 
     Raises UsageError if alpha is not a finite number other than 0, or is not stated at all.
     """
@@ -305,6 +314,7 @@ def _alpha(files: CheckpointFiles, given: float | None) -> float:
         ("--alpha", given),
         (f"{files.opened.root}: mckpt.json: alpha", recorded.get("alpha")),
         (f"{path}: alpha", stated),
+        ("alpha", otherwise),
     ):
         if alpha is not None:
             if not is_alpha(alpha):

@@ -171,10 +171,7 @@ def plan_megatron(
             scalers,
         )
     )
-    layout = factors.placed(laid, names.modules, members)
-    layout = replace(layout, shapes=dict(source.layout.shapes))
-    held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
-    layout = replace(layout, shapes=dict(held.shapes))
+    held, layout = _placed(source, names, laid, members)
     source = replace(source, held=held, has_states=False)
     alpha = source.scale * rank
     config = _run_config(decided, names, how, rank, alpha)
@@ -203,6 +200,88 @@ def plan_megatron(
         ),
     )
     return Plan(source, destination, target, joined, layout, names, files, side, [], facts, [])
+
+
+def _placed(
+    source: AdapterCheckpoint, names: AdapterNames, laid: Layout, members: Mapping[Place, Member]
+) -> tuple[Layout, Layout]:
+    """Returns the factors of `source`, and their places in a layout of the names of `names`."""
+    layout = factors.placed(laid, names.modules, members)
+    layout = replace(layout, shapes=dict(source.layout.shapes))
+    held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
+    return held, replace(layout, shapes=dict(held.shapes))
+
+
+def into_model(
+    source: AdapterCheckpoint, names: AdapterNames, laid: Layout, scale: float, where: str
+) -> tuple[Layout, Layout]:
+    """Returns the factors of `source`, and their places in a model that has adapters already.
+
+    names, laid: of the adapters of the model, whose products `scale` multiplies. where: the adapter
+    in messages.
+
+    Raises UsageError if they cannot have the factors.
+    """
+    places = factors.weights_in(source.layout)
+    _refuse_homeless(places, names)
+    if source.scale != scale:
+        raise UsageError(
+            f"{where}: its products are multiplied by {source.scale:g} (alpha / r), and those"
+            f" of the model's adapters by {scale:g}; wrap the model with the alpha"
+            f" {source.scale * names.rank:g}"
+        )
+    try:
+        how = "canonical" if names.canonical else "fused"
+        members, rank = _members(source, names.modules, places, how)
+    except UsageError:  # weights of one module have different factors A
+        members, rank = _members(source, names.modules, places, "block")
+    if rank > names.rank:
+        raise UsageError(
+            f"{where}: its factors need adapters of the rank {rank}, and those of the model"
+            f" have the rank {names.rank}; wrap the model with dim {rank} and alpha"
+            f" {scale * rank:g}"
+        )
+    without = [
+        name.format(layer=layer, expert=expert)
+        for module in names.modules
+        for layer, expert in zip(*map(list, module.bound.instances()), strict=True)
+        for name in module.of[:1]
+        if not any((one, layer, expert) in members for one in module.of)
+    ]
+    if without:
+        raise UsageError.of(
+            f"{where}: has no factors for some adapters of the model:",
+            without,
+            "Wrap the modules only that the adapter changes.",
+        )
+    held, layout = _placed(source, names, laid, members)
+    _refuse_shared(source, layout, where)
+    return held, layout
+
+
+def _refuse_shared(source: AdapterCheckpoint, layout: Layout, where: str) -> None:
+    """Raises UsageError for different factors that have one place: the experts of a rank share an
+    adapter.
+    """
+    taken: dict[tuple[int, int, tuple[Any, ...]], str] = {}
+    found = []
+    for s in layout.stored:
+        columns = (c.tolist() for c in (s.layer, s.expert, s.file, s.at))
+        for layer, expert, file, at in zip(*columns, strict=True):
+            for piece in s.pieces:
+                name = piece.tensor.format(layer=layer, expert=expert)
+                first = taken.setdefault((file, at, piece[1:]), name)
+                if first != name and not np.array_equal(
+                    source[first].numpy(), source[name].numpy()
+                ):
+                    found.append(f"{name} and {first}")
+    if found:
+        raise UsageError.of(
+            f"{where}: the experts of a rank share one adapter in the model, and have"
+            " different factors here:",
+            found,
+            "Wrap the model with share_expert_adapters=False.",
+        )
 
 
 def _optimizer_entries(

@@ -16,23 +16,35 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mckpt.adapters.checkpoint import of_megatron, of_peft
+from mckpt.adapters.converting import into_model
+from mckpt.adapters.peft import is_adapter, open_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import VocabSizeUnknown
+from mckpt.checkpoint.description import SourceOptions, VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit
 from mckpt.errors import UsageError
 from mckpt.execute.files import OpenFiles
 from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import MEMORY, read, within
 from mckpt.execute.threads import ThreadPool
+from mckpt.formats import places
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
-from mckpt.live.model import collected, has_adapters, ranks_of, release
+from mckpt.live.model import (
+    Ranks,
+    collected,
+    has_adapters,
+    named_adapter,
+    ranks_of,
+    release,
+)
 from mckpt.live.resuming import Resumed, masters_in_fp32
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import call, gathered, own_result, rank_and_world
@@ -91,6 +103,7 @@ def load(
     optimizer: Any = None,
     load_optimizer: bool = False,
     scheduler: Any = None,
+    adapter: str | Path | None = None,
 ) -> dict[str, float]:
     """Fills the parameters of a live model from a checkpoint of any format. All ranks call it.
 
@@ -108,11 +121,13 @@ def load(
     load_optimizer: fill the state of the optimizer too: moments, master copies, the count of steps
         and the settings of the param_groups, of a training checkpoint of any sizes and format.
     scheduler: of the learning rate, an OptimizerParamScheduler; load_optimizer sets it too.
+    adapter: fills the adapters (LoRA) that wrap modules of the model too: a directory of PEFT, or a
+        Megatron checkpoint with adapters. Without it they keep their values.
 
     Returns the seconds of each part of the work on this rank: "open" (the source), "describe" (the
     model), "plan", "fill", "share" (with replicas), "optimizer"; and of all threads of "fill"
-    together, "read" and "wait" (for the device). If adapters (LoRA) wrap modules of the model, they
-    keep their values: "adapter_kept" is the number of their parameters on this rank.
+    together, "read" and "wait" (for the device). If adapters keep their values, "adapter_kept" is
+    the number of their parameters on this rank.
 
     Raises one error on all ranks: those of `mckpt.open`, and CoverError, SourceError or
     MappingError if the model and the checkpoint are not made of the same tensors. An error that
@@ -126,12 +141,12 @@ def load(
     if load_optimizer:
         with own_result(lambda: Resumed(opened, optimizer, scheduler)) as resumed:
             gathered(resumed.allocate)
-            _load(memory, opened, resumed, most, threads, broadcast, clock)
+            _load(memory, opened, resumed, adapter, most, threads, broadcast, clock)
             gathered(resumed.finish)
     elif scheduler is not None:
         raise UsageError("scheduler: it is set from a training checkpoint; give load_optimizer too")
     else:
-        _load(memory, opened, None, most, threads, broadcast, clock)
+        _load(memory, opened, None, adapter, most, threads, broadcast, clock)
         if optimizer is not None:
             optimizer.reload_model_params()
     clock.ends("optimizer")
@@ -142,6 +157,7 @@ def _load(
     memory: Memory,
     opened: Checkpoint,
     resumed: Resumed | None,
+    adapter: str | Path | None,
     most: int,
     threads: int,
     broadcast: bool,
@@ -150,30 +166,35 @@ def _load(
     """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
     optimizer = None if resumed is None else resumed.optimizer
     model = collected(memory, own=True, optimizer=optimizer)
-    if has_adapters(model):
+    if adapter is None and has_adapters(model):
         own = (w for w in memory.weights if ".adapter." in w.name and w.parameter)
         clock.seconds["adapter_kept"] = sum(math.prod(w.shape) for w in own)
     if resumed is not None:
         model = model.with_optimizer()
     clock.ends("describe")
 
-    def planned() -> Filling:
-        found = plan(opened, model)
+    def planned() -> list[Filling]:
+        found = [plan(opened, model)]
         refuse_other_settings(memory.chunks, model, opened)
-        return found
+        return found if adapter is None else [*found, plan_adapter(opened, model, adapter)]
 
-    filling = own_result(planned)
+    fillings = own_result(planned)
     release(model)
     if resumed is not None:
         gathered(resumed.prove)
-    windows = list(_windows(memory, filling, _window_bytes(most, _threads(threads, most))))
-    mine = _readers(windows) if broadcast else np.ones(len(windows), bool)
-    chosen = [window for window, own in zip(windows, mine, strict=True) if own]
+    size = _window_bytes(most, _threads(threads, most))
+    windows = [list(_windows(memory, filling, size)) for filling in fillings]
+    mine = [_readers(some) if broadcast else np.ones(len(some), bool) for some in windows]
     clock.ends("plan")
-    gathered(lambda: _fill(chosen, filling, most, threads, clock))
+
+    def fill() -> None:
+        for filling, some, own in zip(fillings, windows, mine, strict=True):
+            _fill(list(itertools.compress(some, own)), filling, most, threads, clock)
+
+    gathered(fill)
     clock.ends("fill")
-    if broadcast:
-        _broadcast(windows)
+    for some in windows if broadcast else ():
+        _broadcast(some)
     for part, other in ranks_of(model).copies:
         views = [memory.view(p.at, p.dtype, p.sizes, p.strides) for p in (other, part)]
         views[0].copy_(views[1])
@@ -219,7 +240,39 @@ def join_models(source: Checkpoint, model: Checkpoint) -> tuple[Joined, Layout]:
 
 def plan(source: Checkpoint, model: Checkpoint) -> Filling:
     """Returns the copies that fill this rank's weights. The proof is that of the whole model."""
-    (joined, layout), ranks = join_models(source, model), ranks_of(model)
+    joined, layout = join_models(source, model)
+    return _filling(joined, layout, source.layout.files, ranks_of(model))
+
+
+def plan_adapter(source: Checkpoint, model: Checkpoint, adapter: str | Path) -> Filling:
+    """Returns the copies that fill this rank's adapters from a directory of PEFT, or from a
+    Megatron checkpoint.
+
+    source: of the weights of the model, whose config.json names them.
+    """
+    found = named_adapter(model.with_dims(source.dims))
+    if found is None:
+        raise UsageError(
+            "the modules of the live model have no adapters (LoRA) that `adapter` fills"
+        )
+    held, names = found
+    place = places.local(adapter)
+    if not place.is_dir() or is_adapter(place):
+        given = of_peft(open_adapter(place), source, look=False)
+    else:
+        options = SourceOptions(like=source.files.described_by)
+        given = of_megatron(place, options, otherwise=held.scale * names.rank)[0]
+    have, wanted = into_model(given, names, held.opened.layout(names), held.scale, str(adapter))
+    joined = join(have, wanted)
+    # experts that share an adapter have one place
+    fields = ["dst_file", "dst_at", "dst_pitch", "dst_step", "rows", "run"]
+    _, once = np.unique(joined.copies[fields], return_index=True)
+    joined = replace(joined, copies=joined.copies[np.sort(once)])
+    return _filling(joined, wanted, have.files, ranks_of(held))
+
+
+def _filling(joined: Joined, layout: Layout, sources: Sequence[Any], ranks: Ranks) -> Filling:
+    """Returns the copies of a join into this rank's weights. layout: the whole target."""
     own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == rank_and_world()[0]]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
     copies = copies[np.argsort(copies["dst_at"], kind="stable")]
@@ -233,8 +286,7 @@ def plan(source: Checkpoint, model: Checkpoint) -> Filling:
             chosen = _slice(at, start, start + nbytes)
             if filled[chosen.stop] - filled[chosen.start] < nbytes:
                 padded.append(start)
-    places = np.array(sorted(padded), "i8")
-    return Filling(joined, copies, at, places, list(map(str, source.layout.files)))
+    return Filling(joined, copies, at, np.array(sorted(padded), "i8"), list(map(str, sources)))
 
 
 def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
@@ -423,7 +475,8 @@ def _fill(
         raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
     finally:
         files.close()
-    for held in staging.values():
+    found = list(staging.values())
+    for held in found:
         held.end()
-    clock.seconds["read"] = sum(held.read for held in staging.values())
-    clock.seconds["wait"] = sum(held.waited for held in staging.values())
+    for name, spent in ("read", [s.read for s in found]), ("wait", [s.waited for s in found]):
+        clock.seconds[name] = clock.seconds.get(name, 0.0) + sum(spent)

@@ -26,7 +26,10 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        megatron-core saves it in `saved`. Each `loads` must fill the weights below them, and leave
        the adapters alone; Sync and save must give the tensors that mckpt makes of `saved`, merged
        and as PEFT
+       adapters: [[directory of PEFT, directory]]: the second must have the weights of the model
+       with the first loaded into its adapters. `refused`: directories of PEFT that do not fit
        -> wrong: {name of a check: what differs, on any rank}
+       -> refused: the error for each of these
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
@@ -116,6 +119,22 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
         wrong[f"load {number}"] = changed(chunks, before)
         kept = sum(value.numel() for name, value in before.items() if ".adapter." in name)
         assert report["adapter_kept"] == kept, report
+    for source in ("only", "wrapped"):
+        load.mark(chunks)
+        options = {"broadcast": source == "wrapped"}
+        report = live.load(chunks, like, adapter=saved / source, **options)
+        assert "adapter_kept" not in report
+        wrong[f"load {source}"] = changed(chunks, before)
+    for adapter, merged in case.get("adapters", ()):
+        live.load(chunks, like, adapter=adapter)
+        given = dict(live.hf_tensors(chunks, like=like))
+        wrong[f"load {adapter}"] = unlike(given, read(Path(merged)))
+    refused = [
+        refusal(lambda place=adapter: live.load(chunks, like, adapter=place))
+        for adapter in case.get("refused", ())
+    ]
+    for name, weight in load.weights(chunks):
+        weight.copy_(before[name])
     weights = list(live.describe(chunks, like=like))
     assert weights == list(mckpt.open(case["checkpoint"]))
     assert all(":" in name for name in live.describe(chunks, like=like, adapter="only"))
@@ -143,7 +162,7 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
             given = dict(sync())
         here = options.get("to") in (None, dist.get_rank())
         wrong[name] = unlike(given, wanted if here else {})
-    return {"wrong": wrong, "errors": adapter_faults(chunks, like)}
+    return {"wrong": wrong, "errors": adapter_faults(chunks, like), "refused": refused}
 
 
 def adapter_faults(chunks: list[Any], like: str) -> list[list[str]]:

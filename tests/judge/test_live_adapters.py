@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mckpt
+from tests.helpers import lora
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
 
@@ -31,6 +33,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# adapters of PEFT that fit the case "attention": modules, rank, alpha. Their factors A differ.
+PEFT: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "all": (("q_proj", "k_proj", "v_proj", "o_proj"), 1, 2),
+    "some": (("q_proj", "v_proj", "o_proj"), 2, 4),
+}
+UNFIT: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "large": (("q_proj", "v_proj", "o_proj"), 4, 8),
+    "scaled": (("q_proj", "v_proj", "o_proj"), 2, 8),
+    "lacking": (("q_proj", "v_proj"), 2, 4),
+    "homeless": (("q_proj", "v_proj", "o_proj", "up_proj"), 2, 4),
+}
 # with the classes of Megatron-Bridge, and the linears and grouped experts of Transformer Engine
 BRIDGE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("qwen3", {"tp": 2, "pp": 2}, LORA),
@@ -48,7 +61,24 @@ PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 @pytest.fixture(scope="module")
 def ran(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
     """The results of every case, all from one launch."""
-    return judge(cases_of(CASES, "local", work, tiny_model), WORLD, work / "live", timeout=900)
+    cases = cases_of(CASES, "local", work, tiny_model)
+    base, attention = tiny_model("qwen3"), next(c for c in cases if c["name"] == "attention")
+    attention["adapters"], attention["refused"] = [], []
+    for name, (modules, rank, alpha) in PEFT.items():
+        adapter = peft(base, work / "peft" / name, modules, rank, alpha)
+        attention["adapters"].append([str(adapter), str(work / "peft" / f"{name} merged")])
+        mckpt.convert(mckpt.open(base, adapter=adapter), attention["adapters"][-1][1], format="hf")
+    for name, (modules, rank, alpha) in UNFIT.items():
+        attention["refused"].append(str(peft(base, work / "peft" / name, modules, rank, alpha)))
+    return judge(cases, WORLD, work / "live", timeout=900)
+
+
+def peft(base: Path, directory: Path, modules: tuple[str, ...], rank: int, alpha: int) -> Path:
+    """Writes an adapter of PEFT whose products float32 holds exactly."""
+    weights, drawn = lora.tensors(base), np.random.RandomState(rank)
+    stored = lora.factors(weights, [m for m in lora.matrices(weights) if m.endswith(modules)], rank)
+    exact = {k: drawn.randint(-8, 9, v.shape).astype("f4") / 64 for k, v in stored.items()}
+    return lora.save(directory, exact, r=rank, lora_alpha=alpha)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +100,7 @@ def cases_of(
     """Returns the cases of live models for tests/helpers/judge.py."""
     cases: list[dict[str, Any]] = []
     options: dict[str, Any] = {"transformer_impl": impl, "allow_inexact": ["rope_factor"]}
-    for name, (model, sizes, lora) in named.items():
+    for name, (model, sizes, wrapped) in named.items():
         source, converted = tiny_model(model), work / "dist" / model
         if not converted.exists():
             mckpt.convert(source, converted, **options)
@@ -82,7 +112,7 @@ def cases_of(
                 "like": str(source),
                 "loads": [[str(source), {}]],
                 "saved": str(work / name),
-                "lora": dict(lora),
+                "lora": dict(wrapped),
                 "impl": impl,
                 "world": WORLD,
                 **sizes,
@@ -95,6 +125,22 @@ def cases_of(
 def test_a_wrapped_model_goes_the_way_of_files(case: str, ran: dict[str, dict[str, Any]]) -> None:
     assert ran[case]["ok"], explain(ran[case])
     assert not any(ran[case]["wrong"].values()), ran[case]["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "adapters of the rank 8, and those of the model have the rank 4"),
+        (1, "multiplied by 4 (alpha / r), and those of the model's adapters by 2"),
+        (2, "has no factors for some adapters of the model:\n  - layers.0.attn.o.weight"),
+        (3, "the adapter changes weights that have no adapter in Megatron-Bridge"),
+    ],
+)
+def test_an_adapter_that_the_model_cannot_have_is_refused(
+    number: int, said: str, ran: dict[str, dict[str, Any]]
+) -> None:
+    assert ran["attention"]["ok"], explain(ran["attention"])
+    assert said in ran["attention"]["refused"][number]
 
 
 @pytest.mark.parametrize("case", CASES)
