@@ -265,6 +265,9 @@ def of_files(
             " the same; mckpt reads DoRA that was saved at tp 1"
         )
     names = replace(names, choices=files.opened.choices(names))
+    if not (files.opened.format.fixed_sizes and max(model.parallel.pp, model.parallel.vpp) > 1):
+        # whose keys have the numbers of the layers in the model, not those in a stage
+        names = replace(names, keys=frozenset(filter(FACTOR.search, keys)))
     every = factors.shared(files.opened.layout(names), names.modules, names.rank)
     held, weights = (
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])

@@ -478,14 +478,10 @@ def _run_config(
     import yaml
 
     known = rules()["megatron"]
-    linears = sorted(
-        {m.stem.partition(f".{names.module}.")[0].rpartition(".")[2] for m in names.modules}
-    )
-    targets = known["targets"] if how == "canonical" else {}
     kind = "dora" if names.dora else how
     section: dict[str, Any] = {
         "_target_": known["classes"][kind],
-        "target_modules": [one for name in linears for one in targets.get(name, [name])],
+        "target_modules": names.targets(),
         "dim": rank,
         "alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "dropout": 0.0,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from mckpt.mapping import Bound
 from mckpt.mapping.expression import Expression
 from mckpt.mapping.schema import FACTORS, MAGNITUDE
 
+_INDEX = re.compile(r"\{\w+\}")
 Place = tuple[str, int, int]  # of a weight: template, layer, expert
 A, B = FACTORS
 
@@ -55,6 +57,8 @@ class AdapterNames(Names):
     mtp: bool = True  # layers of multi-token prediction have adapters too
     whole: bool = False  # the weights of the base are in the checkpoint as well
     dora: bool = False  # the adapters have magnitudes; Megatron's tp is 1
+    # of the stored factors, if the adapters of some layers only may be there; None: of all layers
+    keys: frozenset[str] | None = None
 
     @property
     def module(self) -> str:
@@ -93,7 +97,37 @@ class AdapterNames(Names):
             )
             bound = several[0]._replace(rule=turns)
             found += [m._replace(by_rank=True) for m in self._modules(bound, stem)]
-        return found
+        return found if self.keys is None else [m for m in map(self._there, found) if m]
+
+    def _there(self, module: Module) -> Module | None:
+        """Returns a module of those layers that have a factor among `keys`; None if none has.
+
+        A key without the number of the layer belongs to all layers.
+        """
+        b, keys = module.bound, self.keys or frozenset()
+        ends = rules()["megatron"]["factors"].values()
+        named = [b._replace(rule=b.rule._replace(key=module.stem + end)) for end in ends]
+        numbers = enumerate(b.numbers.tolist())
+        kept = [row for row, number in numbers if any(one.key(number) in keys for one in named)]
+        some = b._replace(layers=b.layers[kept], numbers=b.numbers[kept])
+        return module._replace(bound=some) if kept else None
+
+    def targets(self) -> list[str]:
+        """Returns `target_modules` of Megatron-Bridge, with which it adapts these modules and no
+        others: the last part of the name if all modules with it are adapted, else a pattern.
+        """
+        known = rules()["megatron"]["targets"] if self.canonical else {}
+        adapted = {m.stem.partition(f".{self.module}.")[0] for m in self.modules}
+        every = {b.rule.key.partition(".weight")[0] for b in self.mapping.bind(self.scope())}
+        out: set[str] = set()
+        for stem in adapted:
+            before, _, leaf = stem.rpartition(".")
+            if any(one.rpartition(".")[2] == leaf for one in every - adapted):
+                leaf_of = f"*{_INDEX.sub('*', before)}."
+            else:
+                leaf_of = ""
+            out.update(leaf_of + name for name in known.get(leaf, [leaf]))
+        return sorted(out)
 
     def _modules(self, b: Bound, stem: str) -> Iterator[Module]:
         ends: Mapping[str, str] = rules()["megatron"]["canonical"]

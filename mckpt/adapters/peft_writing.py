@@ -146,7 +146,9 @@ def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple
 def config(adapted: Iterable[Adapted], names: Names, alpha: float, dora: bool) -> bytes:
     """Returns the adapter_config.json of these weights."""
     found = list(adapted)
-    experts = {_leaf(one.key) for one in found if "{expert}" in one.bound.rule.key}
+    experts = {
+        _leaf(b.rule.key) for b in names.bound if "{expert}" in b.rule.key and not b.rule.alias
+    }
     modules: set[str] = set()
     parameters: set[str] = set()
     for one in found:

@@ -27,6 +27,7 @@ from tests.helpers.tiny import FIXTURES, unpack
 
 QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
 # the case, the layout that its modules need, and the dialect in which Megatron-Bridge has the model
+BLOCK = ("--layout", "block")
 CASES = (("llama", "fused"), ("canon", "canonical"), ("q35", "fused"), ("ds", "fused"))
 SIZES = (("--tp", 1), ("--tp", 2, "--pp", 2), ("--tp", 4))
 
@@ -59,6 +60,30 @@ def test_an_adapter_of_megatron_bridge(
         good("adapter", "to-hf", tmp_path / "there", tmp_path / "back", "--like", place / "hf")
         assert lora.bytes_of(tmp_path / "back") == lora.bytes_of(peft)
         lora.remove(tmp_path / "back")
+
+
+def test_adapters_of_some_layers(tmp_path: Path) -> None:
+    """Those of the other layers are left out, as wildcards of Megatron-Bridge leave them out."""
+    import torch
+
+    good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "a", *BLOCK, "--format", "torch")
+    good("adapter", "to-hf", tmp_path / "a", tmp_path / "all")
+    file = next((tmp_path / "a").rglob("*.pt"))
+    state = torch.load(file, weights_only=False)
+    left_out = [key for key in state["model"] if ".layers.1.mlp." in key or ".layers.3." in key]
+    for key in left_out:
+        del state["model"][key]
+    torch.save(state, file)
+    good("adapter", "to-hf", tmp_path / "a", tmp_path / "some")
+    every, some = lora.tensors(tmp_path / "all"), lora.tensors(tmp_path / "some")
+    missing = {key for key in every if ".layers.1.mlp." in key or ".layers.3." in key}
+    assert missing and some.keys() == every.keys() - missing
+    assert all((some[key] == every[key]).all() for key in some)
+    # the adapters of the other layers become zeros, which compute the same
+    good("adapter", "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2, "--pp", 2)
+    for adapter in ("some", "b"):
+        good("adapter", "merge", QWEN3, tmp_path / adapter, tmp_path / f"{adapter} merged")
+    good("diff", tmp_path / "some merged", tmp_path / "b merged")
 
 
 @pytest.fixture(scope="module")

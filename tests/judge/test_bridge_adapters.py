@@ -63,6 +63,12 @@ SAVED: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
         "lora",
         {"target_modules": ["linear_qkv", "in_proj", "out_proj", *REST]},
     ),
+    "some layers": (
+        "deepseek-v3",
+        {"ep": 2},
+        "lora",
+        {"target_modules": ["*.shared_experts.linear_fc1", "*.layers.2.*.linear_proj"]},
+    ),
     "dora": ("llama", {}, "dora", {}),
 }
 # What mckpt writes: the model, the modules, the layout, and the sizes at which it is loaded
@@ -73,6 +79,13 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
     "experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
     "latent": ("deepseek-v3", (*LATENT, *MLP), "fused", {"ep": 2}),
     "linear attention": ("qwen3_5", (*LINEAR, *ATTENTION, *MLP), "fused", {}),
+    "some layers": ("qwen3", ("1.mlp.down_proj", "2.self_attn.o_proj"), "fused", {"pp": 2}),
+    "some modules": (
+        "deepseek-v3",
+        ("shared_experts.down_proj", "2.self_attn.o_proj"),
+        "fused",
+        {"ep": 2},
+    ),
     "dora": ("llama", (*ATTENTION, *MLP), "fused", {}),
 }
 EXPORT_IS_WRONG = ("dora",)  # Megatron-Bridge 0.6.2 leaves out the magnitudes

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
 import mckpt
@@ -390,3 +391,22 @@ def test_a_merged_checkpoint_in_python(tmp_path: Path) -> None:
     assert np.array_equal(merged["layers.0.mlp.up.weight"].numpy(), plain)
     mckpt.convert(merged, tmp_path / "hf", format="hf")
     assert not mckpt.diff(merged, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("layout", ["fused", "canonical"])
+def test_a_pattern_names_the_modules_that_have_an_adapter(layout: str, tmp_path: Path) -> None:
+    """The name of a linear alone would wrap those of the experts too."""
+    base = made("qwen2_moe", tmp_path / "base")
+    weights = lora.tensors(base)
+    ends = ("shared_expert.down_proj", "shared_expert.up_proj", "shared_expert.gate_proj", "o_proj")
+    modules = [module for module in lora.matrices(weights) if module.endswith(ends)]
+    shared = lora.factors(weights, modules)
+    for key in shared:
+        if key.endswith("gate_proj.lora_A.weight"):
+            shared[key] = shared[key.replace("gate_proj", "up_proj")]
+    lora.save(tmp_path / "a", shared)
+    good("adapter", "to-megatron", tmp_path / "a", base, tmp_path / "b", "--layout", layout)
+    written = next((tmp_path / "b").rglob("run_config.yaml")).read_text()
+    before = "*decoder.layers.*.mlp.shared_experts.linear_fc"
+    fc1 = [f"{before}1_gate", f"{before}1_up"] if layout == "canonical" else [f"{before}1"]
+    assert yaml.safe_load(written)["peft"]["target_modules"] == [*fc1, f"{before}2", "linear_proj"]
