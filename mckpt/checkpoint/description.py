@@ -129,18 +129,23 @@ def family_for(
 def unstored(
     family: MappingFile, config: Mapping[str, Any], keys: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the neutral value of each dim whose tensor is not among the stored keys, unless the
-    config has that value already.
+    """Returns the value of each dim whose tensor is not among the stored keys: its neutral value,
+    unless the config has that already, or the one that the family gives it if the config has none.
     """
-    neutral_dims: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, spec in family.dims.items():
         neutral = mapping.schema().dims[name].neutral
-        if spec.tensor and spec.tensor not in keys and (spec.has_const or neutral is not None):
+        if spec.tensor is None or not family.stored_as(spec.tensor).isdisjoint(keys):
+            continue
+        stated = family.keys_of(name, config).values()
+        if spec.unstored is not None:
+            if not stated:
+                found[name] = spec.unstored
+        elif spec.has_const or neutral is not None:
             value = neutral({}) if neutral is not None and not spec.has_const else spec.const
-            stated = family.keys_of(name, config).values()
             if not stated or any(v != value for v in stated):
-                neutral_dims[name] = value
-    return neutral_dims
+                found[name] = value
+    return found
 
 
 @dataclass(frozen=True)

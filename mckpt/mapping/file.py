@@ -74,7 +74,8 @@ class Dim(Struct, frozen=True):
     when: Expression | None  # if it is false, the dim is neutral and is not written
     write_when: Expression | None
     free: bool  # True: the model does not depend on the value
-    tensor: str | None  # a stored key; without it, the dim of a checkpoint is neutral
+    tensor: str | None  # a rule's key; without its tensor, the dim of a checkpoint is neutral
+    unstored: Any  # or has this value, if the config has none of the keys
     where: str
 
 
@@ -181,6 +182,10 @@ class MappingFile(Struct, frozen=True):
     def form(self, scope: Mapping[str, Any]) -> Form:
         """Returns the form that the choice `form` in a scope names; the first one without it."""
         return self.forms[scope.get("form", next(iter(self.forms)))] if self.forms else Form({}, ())
+
+    def stored_as(self, key: str) -> set[str]:
+        """Returns the stored keys that a key of the rules may have, one for each form."""
+        return {form.rename(key) for form in self.forms.values()} or {key}
 
     def form_of(self, keys: Iterable[str], likely: object = None) -> str | None:
         """Returns the name of a form that has exactly these carried tensors: `likely` if it is one,

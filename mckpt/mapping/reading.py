@@ -102,6 +102,7 @@ _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
 _DIM = (
     *("key", "default", "values", "const", "read", "write", "when", "write_when", "free"),
     "tensor",
+    "unstored",
 )
 
 
@@ -428,6 +429,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             const=spec.get("const"),
             free=spec.get("free", False),
             tensor=spec.get("tensor"),
+            unstored=spec.get("unstored"),
             where=where,
             **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )

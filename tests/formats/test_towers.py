@@ -25,7 +25,7 @@ from mckpt.mapping import MappingFile
 from mckpt.verification.verdict import compare_values
 from tests.helpers import commands, made_models
 from tests.helpers.commands import good, restate
-from tests.helpers.tiny import write_json
+from tests.helpers.tiny import class_of, write_json
 
 FAMILIES = [
     name for name in mapping.names("hf") if mapping.is_part(mapping.load("hf", name).forms)
@@ -373,3 +373,30 @@ def test_a_wrong_form_is_an_error_with_its_line(
     path.write_text(f"architectures: [Mine]\nextends: llama\nforms:\n  one: {json.dumps(form)}\n")
     with pytest.raises(MappingError, match=rf"mine.yaml:4: forms: one {words}"):
         mapping.load("hf", str(path))
+
+
+@pytest.mark.parametrize("name", ["mistral3", "kimi_k25", "internvl"])
+def test_a_model_without_the_key_is_tied_unless_it_has_an_output_layer(
+    name: str, tmp_path: Path
+) -> None:
+    """As transformers computes it, whose classes tie by default."""
+    source = write(tmp_path / "hf", name)
+    config = json.loads((source / "config.json").read_text())
+    assert class_of(config).config_class().tie_word_embeddings is True
+    config.pop("tie_word_embeddings", None)
+    write_json(source / "config.json", config)
+    assert mckpt.open(source).dims["tied"] is False
+    file = source / "model.safetensors"
+    arrays = {key: a for key, a in load_file(file).items() if not key.endswith("lm_head.weight")}
+    save_file(arrays, file)
+    ckpt = mckpt.open(source)
+    assert ckpt.dims["tied"] is True
+    assert any("tied: config.json has no key for it; True is used" in n for n in ckpt.model.notes)
+    mckpt.plan(source, tmp_path / "ckpt").run()
+    mckpt.plan(tmp_path / "ckpt", tmp_path / "back", format="hf").run()
+    assert "lm_head.weight" not in "".join(load_file(tmp_path / "back" / "model.safetensors"))
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is True
+    write_json(source / "config.json", config | {"tie_word_embeddings": False})
+    with pytest.raises(SourceError, match=r"lm_head\.weight is missing"):
+        _ = mckpt.open(source).layout
