@@ -130,6 +130,8 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 def _unpacked(path: Path) -> Path:
     """Returns the tar file of a compressed archive, in a new temporary directory."""
+    from gzip import BadGzipFile
+
     from isal import igzip, isal_zlib
 
     tar = sparse_copy.temporary() / path.with_suffix(".tar").name
@@ -137,7 +139,7 @@ def _unpacked(path: Path) -> Path:
         with igzip.open(path, "rb") as source, open(tar, "wb") as out:
             while block := source.read(_COPY):
                 out.write(block)
-    except (EOFError, isal_zlib.error, igzip.BadGzipFile) as e:
+    except (EOFError, isal_zlib.error, BadGzipFile) as e:
         raise SourceError(
             f"{path}: is truncated or damaged: {e or type(e).__name__}; copy it again"
         ) from None

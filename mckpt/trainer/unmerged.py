@@ -77,7 +77,8 @@ def adapted(model: Any, directory: str) -> Any:
     config = PeftConfig.from_pretrained(directory)
     config.inference_mode = True
     wrapped = PeftModel(model, config)
-    loaded = set_peft_model_state_dict(wrapped, load_peft_weights(directory, device="cpu"))
+    weights = load_peft_weights(directory, device="cpu")
+    loaded: Any = set_peft_model_state_dict(wrapped, weights)
     lost = [key for key in loaded.missing_keys if ".lora_" in key]
     if lost or loaded.unexpected_keys:
         listed = [
