@@ -30,6 +30,7 @@ NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 DIALECTS = {
     "flan-t5-base": ("t5",),
     "megatron-bert-cased-345m": ("bert",),
+    "mimo-v2-flash": ("bridge",),
     "mt5-small": ("t5",),
 }
 SCOUT = ("attn_chunk", "attn_temperature", "rope_high_freq_factor", "qk_l2_norm", "rope_factor")

@@ -181,7 +181,7 @@ def _with_multi_token(c: Config, tensors: Config) -> Config:
         names = [k.removeprefix(start) for k in tensors if k.startswith(start + part)]
         shapes |= {name: tuple(tensors[start + name].shape) for name in names}
     drawn = torch.Generator().manual_seed(6)
-    for layer in range(c["num_nextn_predict_layers"]):
+    for layer in range(c.get("num_nextn_predict_layers", 0)):
         for name, shape in sorted(shapes.items()):
             out[f"model.mtp.layers.{layer}.{name}"] = torch.randn(shape, generator=drawn)
     return out

@@ -158,6 +158,7 @@ LOADED = {
     "olmoe": Parallel(pp=2, ep=2),
     "qwen2-tied": Parallel(tp=2),
     "qwen3-moe": Parallel(tp=2, ep=2),
+    "sarvam_moe": Parallel(tp=2, ep=2),
 }
 # The same after Megatron-Bridge has written them and mckpt has resharded them.
 CARRIED = ("deepseek-v3", "gpt_oss", "llama", "nemotron_h", "nemotron_h_latent", "qwen3-moe")
