@@ -19,6 +19,7 @@ from mckpt.geometry.box import (
     by_rows,
     gaps,
     moves,
+    overlap,
     phased,
     row_major,
     whole_box,
@@ -235,17 +236,27 @@ class Reader(Mapping[str, "LogicalTensor"]):
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
         """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.
 
-        buffer: an array whose start receives the bytes.
+        buffer: an array whose start receives the bytes. Raises SourceError if the files do not have
+        all elements of the box.
         """
         template, layer, expert = self._order[name]
         size = itemsize(self.dtype(name))
         nbytes = math.prod(box.shape) * size
         out = (np.empty(nbytes, "u1") if buffer is None else buffer[:nbytes]).view(f"u{size}")
         into = Piece(template, box, 0, row_major(box.shape))
+        covered = 0
         for s, pieces, row_of in self._stored[template]:
             row = row_of.get((layer, expert))
             if row is not None:
                 self._place(s, row, pieces, into, out)
+                inner = (overlap(piece.box, box) for piece in pieces)
+                covered += sum(math.prod(one.shape) for one in inner if one is not None)
+        if covered != math.prod(box.shape):
+            s = self._first(name)[0]
+            raise SourceError(
+                f"{name}: {s.key} has {covered:,} of the {math.prod(box.shape):,} elements"
+                f" {list(box.shape)} from {list(box.offset)} on, and no file has the others"
+            )
         return out
 
     def _place(

@@ -12,6 +12,7 @@ import pytest
 from mckpt.checkpoint import logical
 from mckpt.checkpoint.logical import Reader
 from mckpt.containers.entries import Entry
+from mckpt.errors import SourceError
 from mckpt.formats.base import Problems, group
 from mckpt.geometry.box import Box, Layout, Piece, Stored
 
@@ -118,3 +119,15 @@ def test_bytes_between_the_elements_of_a_view_are_not_padding(tmp_path, padding)
     assert [(s.view, s.padding) for s in held] == [(True, padding)]
     reader = Reader(Layout([str(tmp_path / "file")], held, {"w": (4, 3)}))
     assert reader.padding() == [] and (reader["w"].numpy() == 7).all()
+
+
+def test_a_tensor_that_the_files_have_in_part_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(np.arange(8, dtype="f4").tobytes())
+    piece = Piece("w", Box((2, 0), (2, 4)), 0, (4, 1))
+    where = np.zeros((4, 1), "i8")
+    stored = Stored("key", "float32", (2, 4), (piece,), *where)
+    tensor = Reader(Layout([str(file)], [stored], {"w": (4, 4)}))["w"]
+    assert tensor[3].numpy().tolist() == [4, 5, 6, 7]
+    with pytest.raises(SourceError, match="w: key has 8 of the 16 elements"):
+        tensor.numpy()
