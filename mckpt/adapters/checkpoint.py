@@ -94,6 +94,11 @@ class AdapterCheckpoint(Checkpoint):
         names = Names(own.mapping, own.dims, own.choices, own.parallel)
         return replace(self, held=self.beside, named=names, beside=None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, parts = super().__reduce__()
+        named = None if self.named is None else replace(self.named)  # without what was derived
+        return kind, (*parts, self.held, self.scale, named, self.beside)
+
     def left_behind(self) -> list[str]:
         return [] if self.named is None else super().left_behind()
 

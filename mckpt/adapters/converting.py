@@ -493,7 +493,9 @@ def _run_config(
         if file.path == RUN_CONFIG:
             found = _SECTION.search(content)
             before = yaml.safe_load(found[0])["peft"] if found else {}
-            kept = {"dropout": before.get("dropout", 0.0)} if before else {}
+            kept = {
+                key: before[key] for key in ("dropout", "share_expert_adapters") if key in before
+            }
             text = yaml.safe_dump({"peft": before | section | kept}, sort_keys=False).encode()
             content = _SECTION.sub(b"", content) + text
         out.append(TargetFile.whole(file.path, content))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mckpt.adapters.peft import PeftAdapter, rules, without_inside
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, counted
 from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.geometry.box import Box
@@ -90,6 +90,7 @@ class _Fitting:
             for number, key in enumerate(b.keys()):
                 self.base.setdefault(key, []).append(_Stored(b, number))
         self.problems: list[str] = []
+        self.ranks: list[str] = []  # modules whose factors have another rank than stated
         self.parts: dict[Place, list[Part]] = {}
         self.whole: dict[Place, tuple[Box, int]] = {}
         self.adapted: list[Adapted] = []
@@ -103,6 +104,13 @@ class _Fitting:
         for key, row in self.adapter.whole.items():
             self._replace(key, row)
         self._refuse_tied()
+        if self.ranks and not self.problems:
+            raise SourceError.of(
+                f"{self.adapter.path}: {counted(len(self.ranks), 'module')} whose factors have"
+                f" another rank than {ADAPTER[0]} gives them:",
+                self.ranks,
+                "Correct r or rank_pattern there, which also decide the scale alpha / r.",
+            )
         if self.problems:
             raise SourceError.of(
                 f"{self.adapter.path}: the adapter does not fit the base, read as family"
@@ -215,7 +223,7 @@ class _Fitting:
             if key in self.base and len(shape := self._packed(key).shape) == 2:
                 yield name, [key], (shape[0], shape[1]), len(self.base[key])
             keys = [f"{module}.{end}" for end in ends]
-            first = [key.format(expert=0) for key in keys]
+            first = [key.replace("{expert}", "0") for key in keys]
             if all(key in self.base for key in first):
                 shapes = [self._packed(key).shape for key in first]
                 rows = sum(shape[0] for shape in shapes)
@@ -235,11 +243,13 @@ class _Fitting:
         factors: left and right of each expert, or of the one matrix. axis, magnitudes: of the one
         matrix.
         """
+        if (stated := self.adapter.rank(module)) != rank:
+            self.ranks.append(f"{module}: rank {rank}, stated {stated}")
         scale = self.adapter.scale(module, rank)
         for number, (left, right) in enumerate(factors):
             above = 0  # rows of the weights that are packed before
             for key in keys:
-                named = key.format(expert=number)
+                named = key.replace("{expert}", str(number))
                 stored = self.base[named]
                 one = stored[number if len(stored) > 1 else 0]
                 whole = packed(one.bound.rule, self.scope)

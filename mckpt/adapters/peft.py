@@ -31,6 +31,7 @@ NOT_FINITE = (
     "The training diverged or the file is damaged; take an earlier save of it.",
 )
 BLOCK_NUMEL = 1 << 20  # values that are checked at a time
+KIND = ("name", "rank", "stored_rank", "scale", "dtype", "modules")  # of modules that are alike
 LARGEST_ALPHA = float(2**31)  # so that scales are finite in float32
 
 
@@ -77,17 +78,12 @@ class PeftAdapter:
         """Returns the key of a stored tensor, as it is in the file."""
         return self.entries.names[row]
 
-    def scale(self, module: str, rank: int) -> float:
-        """Returns the number that multiplies the product of a module's factors.
+    def rank(self, module: str) -> int:
+        """Returns the rank that the configuration gives a module."""
+        return int(self._by_pattern("rank_pattern", module, self.config.get("r", 8)))
 
-        Raises SourceError if the configuration gives the module another rank.
-        """
-        stated = self._by_pattern("rank_pattern", module, self.config.get("r", 8))
-        if stated != rank:
-            raise SourceError(
-                f"{module}: its factors have the rank {rank}, and {ADAPTER[0]} gives it the rank"
-                f" {stated}"
-            )
+    def scale(self, module: str, rank: int) -> float:
+        """Returns the number that multiplies the product of a module's factors."""
         alpha = self._by_pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
@@ -121,14 +117,17 @@ class PeftAdapter:
 
     def show(self) -> dict[str, Any]:
         """Returns what `mckpt adapter inspect` prints."""
-        kinds: dict[tuple[str, int, float, str], int] = {}
+        kinds: dict[tuple[str, int, int, float, str], int] = {}
         for stored, rows in self.modules.items():
             if (row := rows.get("a")) is None:
                 continue
             entry, module = self.entries.entry(row), without_inside(stored)
-            rank = self._by_pattern("rank_pattern", module, self.config.get("r", 8))
+            rank = self.rank(module)
+            stored_rank = entry.shape[0] if entry.shape else 0
+            if stored_rank % rank == 0 and self._has_experts(module):  # rows of all experts
+                stored_rank = rank
             name = _NUMBER.sub("{}", module)
-            kind = (name, rank, self.scale(module, rank), entry.dtype)
+            kind = (name, rank, stored_rank, self.scale(module, rank), entry.dtype)
             kinds[kind] = kinds.get(kind, 0) + 1
         shapes = (self.entries.entry(row).shape for row in range(len(self.entries)))
         return {
@@ -136,12 +135,14 @@ class PeftAdapter:
             "base": self.config.get("base_model_name_or_path"),
             "modules": sorted(self.modules),
             "parameters": sum(map(math.prod, shapes)),
-            "kinds": [
-                dict(zip(("name", "rank", "scale", "dtype", "modules"), (*kind, n), strict=True))
-                for kind, n in kinds.items()
-            ],
+            "kinds": [dict(zip(KIND, (*kind, n), strict=True)) for kind, n in kinds.items()],
             "replaced": sorted(self.whole),
         }
+
+    def _has_experts(self, module: str) -> bool:
+        """Returns whether a module has parameters of all experts that are adapted."""
+        listed = self.config.get("target_parameters") or ()
+        return any(f".{module}".endswith(f".{one.rpartition('.')[0]}") for one in listed)
 
     def _by_pattern(self, name: str, module: str, default: Any) -> Any:
         """Returns the value of the first pattern that the end of a module's name matches."""

@@ -16,6 +16,7 @@ from mckpt.cli.commands import Commands
 from mckpt.cli.options import PATH, Options, command, json_option
 from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
+from mckpt.formats.hf_config import ADAPTER
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -130,8 +131,10 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
     )
     for kind in shown["kinds"]:
         echo(
-            f"  {kind['modules']:>5}  {kind['name']}: rank {kind['rank']}, scale {kind['scale']:g},"
-            f" {kind['dtype']}"
+            f"  {kind['modules']:>5}  {kind['name']}: rank {kind['rank']}"
+            + f" in {ADAPTER[0]} and {kind['stored_rank']} in the tensors"
+            * (kind["stored_rank"] != kind["rank"])
+            + f", scale {kind['scale']:g}, {kind['dtype']}"
         )
     for name in shown["replaced"]:
         echo(f"  replaces {name}")

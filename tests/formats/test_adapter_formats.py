@@ -86,6 +86,21 @@ def test_adapters_of_some_layers(tmp_path: Path) -> None:
     good("diff", tmp_path / "some merged", tmp_path / "b merged")
 
 
+def test_one_adapter_for_all_experts_stays_one(tmp_path: Path, bridge: Path) -> None:
+    place = shutil.copytree(bridge / "ds/bridge", tmp_path / "a")
+    file = next(place.rglob("run_config.yaml"))
+    text = file.read_text()
+    assert "share_expert_adapters: false" in text
+    for shared in ("false", "true"):
+        file.write_text(
+            text.replace("share_expert_adapters: false", f"share_expert_adapters: {shared}")
+        )
+        like = ("--like", bridge / "ds/hf", "--overwrite")
+        good("adapter", "reshard", place, tmp_path / "b", "--tp", 1, *like)
+        written = next((tmp_path / "b").rglob("run_config.yaml")).read_text()
+        assert f"share_expert_adapters: {shared}" in written
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack("adapters/trained", tmp_path_factory.mktemp("trained")) / "adapters"

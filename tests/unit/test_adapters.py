@@ -5,6 +5,7 @@ target. The expected values are computed with numpy from the names in the files.
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from safetensors.numpy import save_file
 
 import mckpt
 from mckpt import mapping
+from mckpt.adapters.checkpoint import of_megatron
 from mckpt.adapters.peft import PeftAdapter
+from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
 from mckpt.geometry.parallel import Parallel
@@ -287,7 +290,7 @@ def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) 
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_qalora": True}, "use_qalora"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the weights of the base too"),
-        ({"r": 5}, "have the rank 4, and adapter_config.json gives it the rank 5"),
+        ({"r": 5}, "another rank than adapter_config.json gives them"),
         ({"use_dora": True}, "the adapter has no lora_magnitude_vector"),
         ({"r": 0}, "r is 0, and must be a whole number of at least 1"),
         ({"lora_alpha": 0}, "lora_alpha is 0, and must be a finite number that is not 0"),
@@ -410,3 +413,44 @@ def test_a_pattern_names_the_modules_that_have_an_adapter(layout: str, tmp_path:
     before = "*decoder.layers.*.mlp.shared_experts.linear_fc"
     fc1 = [f"{before}1_gate", f"{before}1_up"] if layout == "canonical" else [f"{before}1"]
     assert yaml.safe_load(written)["peft"]["target_modules"] == [*fc1, f"{before}2", "linear_proj"]
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_output_layer_with_padded_rows(format: str, tp: int, tmp_path: Path) -> None:
+    base = made("qwen2_moe", tmp_path / "base")
+    weights = lora.tensors(base)
+    assert len(weights["lm_head.weight"]) % 128
+    lora.save(tmp_path / "a", lora.factors(weights, ["lm_head"]))
+    options = ("--format", format, "--tp", tp)
+    good("adapter", "to-megatron", tmp_path / "a", base, tmp_path / "b", *options)
+    good("adapter", "to-hf", tmp_path / "b", tmp_path / "c")
+    before, after = lora.tensors(tmp_path / "a"), lora.tensors(tmp_path / "c")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_wrong_names_and_ranks_are_named(tmp_path: Path) -> None:
+    key, module = "base_model.model.x.{layer}", "model.layers.{}.mlp.down_proj"
+    factors = {f"{key}.lora_A.weight": np.ones((4, 8), "f4")}
+    factors[f"{key}.lora_B.weight"] = np.ones((8, 4), "f4")
+    lora.save(tmp_path / "a", factors)
+    merge = ("adapter", "merge", QWEN3, tmp_path / "a", tmp_path / "b")
+    refused(3, "x.{layer}.lora_A.weight [4, 8]: the base has no weight", args=merge)
+    weights = lora.tensors(QWEN3)
+    four = lora.factors(weights, [module.format(layer) for layer in range(4)])
+    lora.save(tmp_path / "a", four, r=3, rank_pattern={"layers.1.mlp.down_proj": 4})
+    three = [f"{module.format(layer)}: rank 4, stated 3" for layer in (0, 2, 3)]
+    refused(3, "3 modules whose factors have another rank", *three, args=merge)
+    said = good("adapter", "inspect", tmp_path / "a")
+    assert "3  model.layers.{}.mlp.down_proj: rank 3 in adapter_config.json and 4 in" in said.out
+    assert "1  model.layers.{}.mlp.down_proj: rank 4, scale" in said.out
+
+
+def test_a_pickled_adapter_is_the_same(tmp_path: Path) -> None:
+    block = ("--layout", "block")
+    good("adapter", "to-megatron", FIXTURES / "tiny-qwen3-lora", QWEN3, tmp_path / "a", *block)
+    source, _ = of_megatron(tmp_path / "a", SourceOptions())
+    again = pickle.loads(pickle.dumps(source))
+    assert again.scale == source.scale != 1 and list(again) == list(source)
+    assert all(np.array_equal(again[name].numpy(), source[name].numpy()) for name in source)

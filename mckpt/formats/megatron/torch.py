@@ -157,9 +157,14 @@ class Torch:
         ]
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:
-        """Rows of the embedding over all ranks, padding included."""
+        """Rows of the embedding over all ranks, padding included. Without an embedding, as in a
+        checkpoint of adapters alone, those that the args state.
+        """
         entry = self._rank(self.directories[0]).models[0].get(mapping.vocabulary.key)
-        return None if entry is None else entry.shape[0] * self.parallel().tp
+        if entry is None:
+            stated = (self.common.args or {}).get("padded_vocab_size")
+            return stated if isinstance(stated, int) else None
+        return entry.shape[0] * self.parallel().tp
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """Returns the keys of everything but the weights: optimizer, random states, and other
