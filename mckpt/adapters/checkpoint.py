@@ -47,6 +47,12 @@ class AdapterCheckpoint(Checkpoint):
     scale: float = 1.0  # of every product
     named: Names | None = None  # the names of its keys; None: those of PEFT
     beside: Layout | None = None  # the weights of the base, if they are in the checkpoint too
+    peft: Path | None = None  # the directory of an adapter of PEFT
+
+    @property
+    def path(self) -> Path:
+        """Returns the directory of the adapter."""
+        return super().path if self.peft is None else self.peft
 
     @property
     def names(self) -> Names:
@@ -97,7 +103,7 @@ class AdapterCheckpoint(Checkpoint):
     def __reduce__(self) -> tuple[Any, ...]:
         kind, parts = super().__reduce__()
         named = None if self.named is None else replace(self.named)  # without what was derived
-        return kind, (*parts, self.held, self.scale, named, self.beside)
+        return kind, (*parts, self.held, self.scale, named, self.beside, self.peft)
 
     def left_behind(self) -> list[str]:
         return [] if self.named is None else super().left_behind()
@@ -135,7 +141,9 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint, *, look: bool = True) -> Ada
             "Merge the adapter with `mckpt adapter merge` instead.",
         )
     layout = _layout_of(fitted, adapter)
-    return AdapterCheckpoint(base.files, base.model, held=layout, scale=scales.pop())
+    return AdapterCheckpoint(
+        base.files, base.model, held=layout, scale=scales.pop(), peft=adapter.path
+    )
 
 
 def _layout_of(fitted: Fit, adapter: PeftAdapter) -> Layout:

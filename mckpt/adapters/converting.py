@@ -131,7 +131,8 @@ def plan_megatron(
     places = factors.weights_in(source.layout)
     names = AdapterNames(
         structs.replace(decided.names.mapping, objects=()),
-        decided.names.dims,
+        # a base that keeps its padding has more rows than the adapter
+        {**decided.names.dims, "vocab_size": described.dims["vocab_size"]},
         {**decided.names.choices, "layers": args.layers},
         decided.names.parallel,
         weights=frozenset(place[0] for place in places),

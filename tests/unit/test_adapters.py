@@ -423,11 +423,15 @@ def test_an_output_layer_with_padded_rows(format: str, tp: int, tmp_path: Path) 
     assert len(weights["lm_head.weight"]) % 128
     lora.save(tmp_path / "a", lora.factors(weights, ["lm_head"]))
     options = ("--format", format, "--tp", tp)
-    good("adapter", "to-megatron", tmp_path / "a", base, tmp_path / "b", *options)
-    good("adapter", "to-hf", tmp_path / "b", tmp_path / "c")
-    before, after = lora.tensors(tmp_path / "a"), lora.tensors(tmp_path / "c")
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(before[key], after[key]) for key in before)
+    good("hf-to-megatron", base, tmp_path / "base in megatron", "--tp", 2)
+    for number, described in enumerate(("base", "base in megatron")):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        made_of = ("adapter", "to-megatron", tmp_path / "a", tmp_path / described, there, *options)
+        assert f"{tmp_path / 'a'} " in good(*made_of).err
+        good("adapter", "to-hf", there, back)
+        before, after = lora.tensors(tmp_path / "a"), lora.tensors(back)
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
 def test_wrong_names_and_ranks_are_named(tmp_path: Path) -> None:
