@@ -16,11 +16,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from mckpt.adapters.checkpoint import of_megatron, of_peft
 from mckpt.adapters.converting import into_model
@@ -267,7 +267,7 @@ def plan_adapter(source: Checkpoint, model: Checkpoint, adapter: str | Path) -> 
     # experts that share an adapter have one place
     fields = ["dst_file", "dst_at", "dst_pitch", "dst_step", "rows", "run"]
     _, once = np.unique(joined.copies[fields], return_index=True)
-    joined = replace(joined, copies=joined.copies[np.sort(once)])
+    joined = structs.replace(joined, copies=joined.copies[np.sort(once)])
     return _filling(joined, wanted, have.files, ranks_of(held))
 
 
