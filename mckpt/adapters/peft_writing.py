@@ -54,25 +54,23 @@ def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = F
     keys = {one.key for one in adapted}
     rows = [row for one in adapted for row in _rows(one, keys, dtype)[: len(sides)]]
     places = place(rows, ONE_FILE, STEM)
-    size, stored = itemsize(dtype), list[Stored]()
+    size = itemsize(dtype)
+    # layers and experts of one geometry -> their layer, expert, file and first byte
+    alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
     for number, one in enumerate(adapted):
-        count = len(one.experts)
+        count, part = len(one.experts), len(one.there) < len(one.bound.rule.of)
         for index, side in enumerate(sides, number * len(sides)):
-            shape, pieces = _factor(one, side, count)
+            key = f"{one.bound.rule.key}:{side}"
+            kind = key, *_factor(one, side, count), part, one.stacked and side == B
+            found = alike.setdefault(kind, [])
+            file, at = int(places.file[index]), int(places.at[index])
             for nth, expert in enumerate(one.experts):
                 skipped = nth * (one.rank * one.whole.shape[1] if side == A else 1) * size
-                where = [one.layer], [expert], [places.file[index]], [places.at[index] + skipped]
-                stored.append(
-                    Stored(
-                        rows[index].key,
-                        dtype,
-                        shape,
-                        pieces,
-                        *np.array(where, "i8"),
-                        padding=len(one.there) < len(one.bound.rule.of),
-                        view=one.stacked and side == B,
-                    )
-                )
+                found.append((one.layer, expert, file, at + skipped))
+    stored = [
+        Stored(key, dtype, shape, pieces, *np.array(found, "i8").T, padding=part, view=view)
+        for (key, shape, pieces, part, view), found in alike.items()
+    ]
     return Written(Layout(places.names, stored, {}), places.outputs, adapted)
 
 

@@ -35,7 +35,15 @@ BAND = 1024  # rows of sums in float32 that exist at a time
 CHOICES = ("merged", "only", "none")
 
 
-def model_with(model: Checkpoint, choice: str) -> Checkpoint:
+class Chosen(NamedTuple):
+    """The tensors of a live model that are asked for."""
+
+    model: Checkpoint  # its weights, or the factors of its adapters
+    merged: AdapterCheckpoint | None = None  # the adapters whose products are added to the weights
+    form: PeftForm | None = None  # the same as a directory of PEFT
+
+
+def chosen(model: Checkpoint, choice: str) -> Chosen:
     """Returns a live model with its adapters merged into its weights, its adapters only, or the
     model without them.
 
@@ -45,10 +53,12 @@ def model_with(model: Checkpoint, choice: str) -> Checkpoint:
         raise UsageError(f"adapter is {choice!r}, and must be one of {', '.join(CHOICES)}")
     found = adapter_of(model)
     if choice == "only":
-        return required(found)
+        return Chosen(required(found))
     if found is None or choice == "none":
-        return model
-    return merging.merge(model, without_values(model.path, peft_form(found)), look=False)
+        return Chosen(model)
+    form = peft_form(found)
+    merged = merging.merge(model, without_values(model.path, form), look=False)
+    return Chosen(merged, found, form)
 
 
 def without_values(root: Path, form: PeftForm) -> PeftAdapter:
@@ -74,13 +84,13 @@ class _Place(NamedTuple):
 class Products:
     """The products of adapters that the ranks add to the weights that they send."""
 
-    def __init__(self, buckets: Buckets, adapter: AdapterCheckpoint) -> None:
-        """buckets: the plan of the merged weights.
+    def __init__(self, buckets: Buckets, form: PeftForm) -> None:
+        """buckets: the plan of the merged weights. form: the adapters.
 
         Raises UsageError for DoRA.
         """
         self._grids = buckets.joined.grids
-        (output,) = peft_form(adapter).outputs
+        (output,) = form.outputs
         self._places = sorted(_Place(at, row.key) for row, at in tensors_of(output))
         self._known: dict[int, Product] = {}
         self._held: dict[str, torch.Tensor] = {}
@@ -117,7 +127,7 @@ class Products:
 
     def add(self, move: Move, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Fills `out` [m, n] with the sums of `weights` [m, n] and their product, as `adding.add`
-        does: in float32, rounded once.
+        does: in float32, rounded once. It needs `full_precision`.
         """
         import torch
 
@@ -136,8 +146,7 @@ class Products:
         wide = torch.float64 if 8 in (weights.element_size(), out.element_size()) else torch.float32
         for first in range(0, m, BAND):
             part = slice(first, first + BAND)
-            with _full_precision(weights.device.type):
-                sums = (left[part].float() * product.scale) @ right
+            sums = (left[part].float() * product.scale) @ right
             out[part].copy_(sums.to(wide).add_(weights[part]))
 
     def _rows(self, factor: Factor, first: int, step: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -150,7 +159,7 @@ class Products:
 
 
 @contextmanager
-def _full_precision(device: str) -> Iterator[None]:
+def full_precision(device: str) -> Iterator[None]:
     """Lets torch multiply matrices in float32, without TF32 and autocast."""
     import torch
 

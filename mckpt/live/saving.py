@@ -31,7 +31,7 @@ from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
 from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import Batches
-from mckpt.live.adapters import model_with, without_values
+from mckpt.live.adapters import chosen, without_values
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, adapter_of, collected, ranks_of, release
 from mckpt.live.optimizer import LiveOptimizer, apart
@@ -92,7 +92,7 @@ def save(
     wanted = (
         _merged(memory, model)
         if adapter == "merged"
-        else own_result(lambda: model_with(model, adapter))
+        else own_result(lambda: chosen(model, adapter).model)
     )
     copy = own_result(lambda: _file(memory, model))
     options["format"] = format

@@ -14,10 +14,10 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
-from mckpt.live.adapters import Products, model_with
+from mckpt.live.adapters import Chosen, Products, chosen, full_precision
 from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, adapter_of, collected, release, required
+from mckpt.live.model import Described, collected, release
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import Move, Moves, Run, Steps, even_rooms, steps_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
@@ -108,18 +108,17 @@ class Sync:
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
 
-        def chosen() -> Checkpoint:
+        def wanted() -> Chosen:
             refuse_other_settings(self.memory.chunks, model)
-            return model_with(model, adapter)
+            return chosen(model, adapter)
 
         self._factors: Sync | None = None
-        wanted = own_result(chosen)
-        self._make(wanted, target, most, to)
-        if wanted.merging is not None:
-            found = required(adapter_of(model))
-            self._products = own_result(lambda: Products(self._plan, found))
+        found, merged, form = own_result(wanted)
+        self._make(found, target, most, to)
+        if merged is not None and form is not None:
+            self._products = own_result(lambda: Products(self._plan, form))
             needed = self._products.needed
-            self._factors = Sync.of_factors(self.memory, found, lambda rank: needed.get(rank, ()))
+            self._factors = Sync.of_factors(self.memory, merged, lambda rank: needed.get(rank, ()))
         release(model)
 
     @classmethod
@@ -282,10 +281,12 @@ class Sync:
                 with torch.no_grad():
                     torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
+            if cast.adapted:
+                with full_precision(self._device.type):
+                    for m, place, values in zip(moves, wanted, given, strict=True):
+                        self._products.add(m, values, place)
             for m, place, values in zip(moves, wanted, given, strict=True):
-                if cast.adapted:
-                    self._products.add(m, values, place)
-                else:
+                if not cast.adapted:
                     place.copy_(_shifted(values, cast))
                 if self._overflows(cast):
                     flag = (place.isinf() & values.isfinite()).any()
