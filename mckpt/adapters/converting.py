@@ -59,7 +59,7 @@ def as_peft(source: AdapterCheckpoint) -> Iterator[PeftAdapter]:
     with TemporaryDirectory(prefix="mckpt-adapter-") as folder:
         place = Path(folder) / "peft"
         plan_peft(source, place, TargetOptions(format=formats.HUGGING_FACE)).run()
-        yield open_adapter(place)
+        yield replace(open_adapter(place), made_of=tuple(source.layout.files))
 
 
 @contextmanager

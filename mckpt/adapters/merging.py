@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,12 @@ class Merging:
     def path(self) -> Path:
         """Returns the directory of the adapter."""
         return self.adapter.path
+
+    @property
+    def made_of(self) -> Mapping[str, Sequence[str]]:
+        """Returns the files of which a temporary file of the adapter was made, by its path."""
+        made_of = self.adapter.made_of
+        return dict.fromkeys(self.adapter.files, made_of) if made_of else {}
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with the products that are added to its pieces."""

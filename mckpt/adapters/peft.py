@@ -73,6 +73,7 @@ class PeftAdapter:
     # module -> role -> row of `entries`; the module may have parts named `inside`
     modules: Mapping[str, Mapping[str, int]]
     whole: Mapping[str, int]  # key of a tensor that replaces one of the base -> row of `entries`
+    made_of: tuple[str, ...] = ()  # the files of which temporary `files` were made
 
     def key(self, row: int) -> str:
         """Returns the key of a stored tensor, as it is in the file."""

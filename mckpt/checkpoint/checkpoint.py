@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,10 @@ class Merging(Protocol):
     @property
     def path(self) -> Path:
         """Returns the directory of the adapter."""
+
+    @property
+    def made_of(self) -> Mapping[str, Sequence[str]]:
+        """Returns the files of which a temporary file of the adapter was made, by its path."""
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with the products that are added to its pieces."""

@@ -8,6 +8,7 @@ same size, mtime, ctime and inode is the same. If one of them differs, the conte
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -260,7 +261,10 @@ class PlanData:
         """Returns the state of the source files now; with `refresh`, lists the stores that have
         them.
         """
-        files = [*self.source.layout.files, *map(str, self.copied)]
+        merging = self.source.merging
+        made_of = {} if merging is None else merging.made_of
+        stored = (made_of.get(file, (file,)) for file in self.source.layout.files)
+        files = [*itertools.chain.from_iterable(stored), *map(str, self.copied)]
         if refresh:
             for copy in {id(one): one for one in map(sparse_copy.of, files) if one}.values():
                 copy.list()

@@ -18,9 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import of_megatron
+from mckpt.adapters.converting import opened_adapter
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
+from mckpt.conversion.planning import make_plan
+from mckpt.conversion.target import TargetOptions
 from tests.helpers import lora
 from tests.helpers.commands import Pt, edit_json, good, refused
 from tests.helpers.tiny import FIXTURES, unpack
@@ -300,3 +305,21 @@ def test_weights_beside_their_adapters(tmp_path: Path) -> None:
     good("megatron-to-hf", tmp_path / "base", tmp_path / "whole", "--merge", "--alpha", 12)
     good("adapter", "merge", QWEN3, ADAPTER, tmp_path / "merged")
     good("diff", tmp_path / "merged", tmp_path / "whole")
+
+
+def test_a_merge_of_adapters_of_megatron_is_found_again(tmp_path: Path) -> None:
+    """The factors lie in a temporary directory, which is another one each time."""
+    good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "a", *BLOCK)
+    merge = ("adapter", "merge", QWEN3, tmp_path / "a", tmp_path / "b")
+    states = []
+    for _ in range(2):
+        base = Checkpoint.open(QWEN3)
+        with opened_adapter(tmp_path / "a", base) as found:
+            plan = make_plan(merging.merge(base, found), tmp_path / "c", TargetOptions())
+            states.append((plan.digest, str(plan.state())))
+    assert states[0] == states[1]
+    good(*merge)
+    file = next((tmp_path / "b").glob("*.safetensors"))
+    before = file.stat()
+    assert "done already" in good(*merge).out
+    assert file.stat() == before
