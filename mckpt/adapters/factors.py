@@ -117,8 +117,10 @@ class AdapterNames(Names):
         others: the last part of the name if all modules with it are adapted, else a pattern.
         """
         known = rules()["megatron"]["targets"] if self.canonical else {}
-        adapted = {m.stem.partition(f".{self.module}.")[0] for m in self.modules}
-        every = {b.rule.key.partition(".weight")[0] for b in self.mapping.bind(self.scope())}
+        choices = {"keys": "local", "experts": "grouped", "transformer_impl": "transformer_engine"}
+        local = replace(self, choices={**self.choices, **choices})  # the names of modules
+        adapted = {m.stem.partition(f".{self.module}.")[0] for m in local.modules}
+        every = {b.rule.key.partition(".weight")[0] for b in self.mapping.bind(local.scope())}
         out: set[str] = set()
         for stem in adapted:
             before, _, leaf = stem.rpartition(".")

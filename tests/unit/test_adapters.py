@@ -413,6 +413,12 @@ def test_a_pattern_names_the_modules_that_have_an_adapter(layout: str, tmp_path:
     before = "*decoder.layers.*.mlp.shared_experts.linear_fc"
     fc1 = [f"{before}1_gate", f"{before}1_up"] if layout == "canonical" else [f"{before}1"]
     assert yaml.safe_load(written)["peft"]["target_modules"] == [*fc1, f"{before}2", "linear_proj"]
+    experts = [one for one in lora.matrices(weights) if one.endswith(".down_proj")]
+    lora.save(tmp_path / "c", lora.factors(weights, [m for m in experts if ".experts." in m]))
+    good("adapter", "to-megatron", tmp_path / "c", base, tmp_path / "d", "--layout", layout)
+    written = next((tmp_path / "d").rglob("run_config.yaml")).read_text()
+    targets = ["*decoder.layers.*.mlp.experts.linear_fc2"]
+    assert yaml.safe_load(written)["peft"]["target_modules"] == targets
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
