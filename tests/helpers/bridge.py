@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -38,6 +39,7 @@ from unittest import mock
 import torch
 
 from benchmarks import peers
+from tests.helpers import renamed, tiny
 
 
 def main() -> None:
@@ -243,17 +245,23 @@ def compare_logits(source: Path, model: Any) -> dict[str, float]:
     """Returns the largest difference between the logits of Megatron-Bridge's model and those of
     transformers, and the largest logit.
     """
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    published = json.loads((source / "config.json").read_text())
+    kind = tiny.class_of(published)
+    with tempfile.TemporaryDirectory() as folder:
+        reference = kind.from_pretrained(
+            renamed.for_transformers(source, Path(folder) / "hf"),
+            config=kind.config_class.from_dict(renamed.config(published)),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        ).eval()
     config = reference.config
     length = min(config.max_position_embeddings, 96)
     tokens = torch.randint(config.vocab_size, (2, length), generator=torch.manual_seed(1))
     positions = torch.arange(length)[None].expand(2, -1)
     hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
-    model.config.apply_rope_fusion = False  # its kernel runs on GPUs only
+    for module in model.modules():  # layers that differ have configs of their own
+        if hasattr(module, "config"):
+            module.config.apply_rope_fusion = False  # its kernel runs on GPUs only
     with torch.no_grad():
         wanted = reference(tokens).logits
         found = model.eval()(tokens, positions, hidden)[..., : config.vocab_size]
