@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mckpt
 from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import of_megatron
 from mckpt.adapters.converting import opened_adapter
@@ -26,9 +27,12 @@ from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
 from mckpt.conversion.planning import make_plan
 from mckpt.conversion.target import TargetOptions
+from mckpt.values import adding
 from tests.helpers import lora
 from tests.helpers.commands import Pt, edit_json, good, refused
-from tests.helpers.tiny import FIXTURES, unpack
+from tests.helpers.tiny import FIXTURES, TinyModel, unpack
+from tests.unit.test_adapters import made
+from tests.unit.test_dora import adapter_of, expect_merged
 
 QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
 # the case, the layout that its modules need, and the dialect in which Megatron-Bridge has the model
@@ -323,3 +327,86 @@ def test_a_merge_of_adapters_of_megatron_is_found_again(tmp_path: Path) -> None:
     before = file.stat()
     assert "done already" in good(*merge).out
     assert file.stat() == before
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_bases_and_targets_of_megatron(
+    case: str, format: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    base = tiny_model(case, "bfloat16")
+    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "shared_head"))
+    stored = lora.factors(lora.tensors(base), modules)
+    adapter = lora.save(tmp_path / "adapter", stored)
+    sizes = ("--tp", 2, "--pp", 2, *(("--ep", 2) if "moe" in case else ()))
+    good("adapter", "merge", base, adapter, tmp_path / "hf")
+    good("hf-to-megatron", base, tmp_path / "base", "--format", format, *sizes)
+    there = ("adapter", "merge", base, adapter, tmp_path / "there", "--format", format, *sizes)
+    good(*there)
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same", "--target-tp", 4)
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
+    for other in ("there", "same", "back"):
+        good("diff", tmp_path / "hf", tmp_path / other)
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_rows_of_dora_that_are_cut_in_the_base_or_the_target(
+    format: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few elements at a time, each length comes from several parts of its row."""
+    monkeypatch.setattr(adding, "CHUNK", 400)
+    monkeypatch.setattr(adding, "BLOCK", 20)
+    base = tiny_model("deepseek-v3", "bfloat16")
+    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "shared_head"))
+    stored = adapter_of(base, tmp_path / "adapter", modules)
+    adapter = tmp_path / "adapter"
+    good("adapter", "merge", base, adapter, tmp_path / "hf")
+    expect_merged(base, tmp_path / "hf", stored, modules)
+    sizes = ("--tp", 2, "--pp", 2, "--ep", 2)
+    good("hf-to-megatron", base, tmp_path / "base", "--format", format, *sizes)
+    there = ("hf-to-megatron", base, tmp_path / "there", "--format", format, *sizes)
+    good(*there, "--adapter", adapter, "--merge")
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same", "--target-tp", 4)
+    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
+    for other in ("there", "same", "back"):
+        expect_close(tmp_path / "hf", tmp_path / other)
+
+
+def expect_close(one: Path, other: Path) -> None:
+    """Fails unless two merges are equal but for the order of the sums in lengths."""
+    left, right = mckpt.open(one), mckpt.open(other)
+    assert set(left) == set(right)
+    for name in left:
+        a, b = (np.asarray(side[name].numpy(), "f8") for side in (left, right))
+        assert (a != b).mean() < 1e-3 and abs(a - b).max() <= 2.0**-7 * abs(a).max(), name
+
+
+@pytest.mark.parametrize("layout", ["fused", "block"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_5"])
+def test_dora_there_and_back(case: str, layout: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    base = tiny_model("qwen3", "bfloat16") if case == "qwen3" else made(case, tmp_path / "base")
+    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "visual"))
+    stored = adapter_of(base, tmp_path / "adapter", modules)
+    if layout == "fused":  # one factor A for the weights of a linear
+        first = {len(v[0]): v for v in (stored[k] for k in stored if k.endswith("_A.weight"))}
+        stored |= {k: first[len(v[0])] for k, v in stored.items() if k.endswith("_A.weight")}
+        lora.save(tmp_path / "adapter", stored, use_dora=True)
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    to = ("adapter", "to-megatron", tmp_path / "adapter", base, megatron)
+    good(*to, "--layout", layout, "--pp", 2 if case == "qwen3" else 1)
+    assert "peft.dora.DoRA" in (megatron / "release/run_config.yaml").read_text()
+    good(
+        "adapter",
+        "reshard",
+        megatron,
+        tmp_path / "torch",
+        "--target-format",
+        "torch",
+        "--target-pp",
+        1,
+    )
+    good("adapter", "to-hf", tmp_path / "torch", back)
+    for adapter, out in (("adapter", "merged"), ("back", "again")):
+        good("adapter", "merge", base, tmp_path / adapter, tmp_path / out)
+    expect_merged(base, tmp_path / "merged", stored, modules)
+    expect_close(tmp_path / "merged", tmp_path / "again")

@@ -41,3 +41,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 def torch_is_forbidden() -> Iterator[None]:
     with without_torch():
         yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def nothing_is_synced() -> Iterator[None]:
+    """Keeps the tests from waiting for the disk. tests/crash and tests/cli/test_interrupted.py
+    prove that files are synced before they are published.
+    """
+    with mock.patch.multiple(os, fsync=lambda fd: None, fdatasync=lambda fd: None):
+        yield

@@ -81,26 +81,6 @@ def test_every_matrix_of_a_family(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
-@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "deepseek-v3"])
-def test_bases_and_targets_of_megatron(
-    case: str, format: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    base = tiny_model(case, "bfloat16")
-    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "shared_head"))
-    stored = lora.factors(lora.tensors(base), modules)
-    adapter = lora.save(tmp_path / "adapter", stored)
-    sizes = ("--tp", 2, "--pp", 2, *(("--ep", 2) if "moe" in case else ()))
-    good("adapter", "merge", base, adapter, tmp_path / "hf")
-    good("hf-to-megatron", base, tmp_path / "base", "--format", format, *sizes)
-    there = ("adapter", "merge", base, adapter, tmp_path / "there", "--format", format, *sizes)
-    good(*there)
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same", "--target-tp", 4)
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
-    for other in ("there", "same", "back"):
-        good("diff", tmp_path / "hf", tmp_path / other)
-
-
-@pytest.mark.parametrize("format", ["torch_dist", "torch"])
 @pytest.mark.parametrize("ends", [("q_proj", "v_proj"), ("up_proj",), ("k_proj",), ("lm_head",)])
 def test_parts_of_fused_weights_that_have_no_adapter_are_kept(
     ends: tuple[str, ...], format: str, tmp_path: Path

@@ -34,6 +34,7 @@ INEXACT = ["rope_factor"]  # of llama-rope-scaled
 MIXED = "qwen3-moe-mixed"
 CASES = (*tiny.CASES, MIXED)
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain", MIXED)
+HEAVY = ("deepseek-v3", "deepseek-v3-plain")  # tests/formats/test_family_chains.py has theirs
 LEGS = 5  # forms of each case; each is reached from another one
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -109,16 +110,12 @@ def tensors(case: str, dtype: str) -> dict[str, np.ndarray]:
     return out
 
 
-def fits(case: str, f: Form) -> bool:
+def fits(case: str, layers: int, experts: int, f: Form) -> bool:
     """Returns whether Megatron could build the case in this form; other tests see that mckpt
     refuses.
     """
-    c = config(case)
-    experts = next(
-        (c[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in c), 1
-    )
     return (
-        c["num_hidden_layers"] % (f.pp * f.vpp) == 0
+        layers % (f.pp * f.vpp) == 0
         and (f.vpp == 1 or f.pp > 1)
         and experts % f.ep == 0
         and (f.format == "torch_dist" or f.tp % (f.etp or f.tp) == 0)
@@ -135,9 +132,11 @@ def possible(case: str) -> list[Form]:
     """Returns every form that fits the case."""
     without_experts: dict[str, tuple[Any, ...]] = {"ep": (1,), "etp": (None,), "grouped": (None,)}
     axes = AXES if case in MOE else AXES | without_experts
-    return [
-        f for f in (Form(*values) for values in itertools.product(*axes.values())) if fits(case, f)
-    ]
+    c = config(case)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((c[k] for k in keys if k in c), 1)
+    every = itertools.starmap(Form, itertools.product(*axes.values()))
+    return [f for f in every if fits(case, c["num_hidden_layers"], experts, f)]
 
 
 @functools.cache
@@ -163,6 +162,13 @@ def forms(case: str) -> list[Form]:
 CHAINS = [
     (case, a, b) for case in CASES for a, b in itertools.pairwise([*forms(case), forms(case)[0]])
 ]
+
+
+def chains(heavy: bool) -> pytest.MarkDecorator:
+    """Parametrizes a test with the chains of the cases in HEAVY, or with all others."""
+    mine = [chain for chain in CHAINS if (chain[0] in HEAVY) == heavy]
+    ids = ["--".join(map(str, chain)) for chain in mine]
+    return pytest.mark.parametrize(("case", "a", "b"), mine, ids=ids)
 
 
 def safetensors(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
@@ -216,9 +222,7 @@ def test_the_chains_cover_every_value_of_every_axis() -> None:
     assert 60 <= len(CHAINS) <= 110
 
 
-@pytest.mark.parametrize(
-    ("case", "a", "b"), CHAINS, ids=[f"{case}--{a}--{b}" for case, a, b in CHAINS]
-)
+@chains(heavy=False)
 def test_a_model_comes_back_after_a_reshard_bit_for_bit(
     case: str, a: Form, b: Form, sources: dict[str, Path], tmp_path: Path
 ) -> None:
