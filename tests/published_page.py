@@ -8,17 +8,27 @@ from __future__ import annotations
 import json
 
 from mckpt import mapping
-from tests.helpers.published import CONFIGS, DIALECTS, INEXACT, NAMES, ROOT, UNLOADABLE, UNTIL
+from tests.helpers.published import (
+    CONFIGS,
+    DIALECTS,
+    INEXACT,
+    NAMES,
+    REPOSITORIES,
+    ROOT,
+    UNLOADABLE,
+    UNTIL,
+)
 from tests.matrix import table
 
 PAGE = ROOT / "docs" / "published-models.md"
 HEAD = """# Published models
 
-A test plans the conversion of each of these models at its full size, from its published
-`config.json` and the names and shapes of its tensors, and finds a place for each tensor. The
-columns GPTModel and HybridModel name the options that the plan needs. *yes* means none, *no* that
-this model of Megatron-Core lacks such layers, and *other* that the model has a dialect of its own.
-Layers of multi-token prediction are not among these tensors, because transformers saves none.
+A test plans the conversion of each of these models at its full size, from the `config.json` of its
+repository on the Hugging Face Hub and the names and shapes of its tensors, and finds a place for
+each tensor. The columns GPTModel and HybridModel name the options that the plan needs. *yes* means
+none, *no* that this model of Megatron-Core lacks such layers, and *other* that the model has a
+dialect of its own. Layers of multi-token prediction are not among these tensors, because
+transformers saves none.
 """
 END = """
 `tests/published_page.py` wrote this page.
@@ -48,8 +58,10 @@ def page() -> str:
         family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
         dims = family.read(config)
         sizes = [f"{dims[key]:,}" for key in ("num_layers", "hidden_size", "num_experts")]
-        rows.append([name, family.name, *sizes, *(options(name, d) for d in ("gpt", "hybrid"))])
-    head = ["model", "family", "layers", "width", "experts", "GPTModel", "HybridModel"]
+        needed = [options(name, dialect) for dialect in ("gpt", "hybrid")]
+        rows.append([name, f"`{REPOSITORIES[name]}`", family.name, *sizes, *needed])
+    head = ["model", "repository", "family", "layers", "width", "experts"]
+    head += ["GPTModel", "HybridModel"]
     return HEAD + table(head, rows) + END
 
 

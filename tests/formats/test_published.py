@@ -5,6 +5,9 @@ and shapes that transformers would save, and each dialect has a place for every 
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +18,33 @@ from mckpt.checkpoint.description import SourceOptions
 from mckpt.geometry.parallel import Parallel
 from tests import published_page
 from tests.helpers import published
-from tests.helpers.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
+from tests.helpers.published import (
+    CONFIGS,
+    DIALECTS,
+    INEXACT,
+    NAMES,
+    REPOSITORIES,
+    UNLOADABLE,
+    UNTIL,
+)
 
 PAIRS = [
     (n, d) for n in NAMES for d in DIALECTS.get(n, ("gpt", "hybrid")) if (n, d) not in UNLOADABLE
 ]
 
 
+PLANS_S = 60  # of processor time for all plans; 21 s on a loaded machine with two cores
+spent: list[float] = []  # seconds of processor time for each plan
+
+
 @pytest.fixture(scope="module")
-def models(work: Path) -> Path:
-    published.write_all(NAMES, work / "published")
-    return work / "published"
+def models(request: pytest.FixtureRequest, work: Path) -> Iterator[published.Writing]:
+    """Yields the models of the chosen tests, while they are written."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    chosen = {call.params.get("name") for call in calls if call}
+    writing = published.Writing([n for n in NAMES if n in chosen], work / "published")
+    yield writing
+    writing.end()
 
 
 def first_bytes(path: Path) -> dict[str, int]:
@@ -38,14 +57,16 @@ def first_bytes(path: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(("name", "dialect"), PAIRS)
 def test_every_tensor_of_a_published_model_has_a_place(
-    name: str, dialect: str, models: Path, tmp_path: Path
+    name: str, dialect: str, models: published.Writing, tmp_path: Path
 ) -> None:
+    model = models.wait(name)
+    start = time.process_time()
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     # transformers has no layers of multi-token prediction, and saves none of their tensors
     known = SourceOptions(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
     plan = mckpt.plan(
-        mckpt.Checkpoint.open(models / name, known),
+        mckpt.Checkpoint.open(model, known),
         tmp_path / "out",
         format="torch_dist",
         dialect=dialect,
@@ -54,8 +75,19 @@ def test_every_tensor_of_a_published_model_has_a_place(
         megatron_version=UNTIL.get(name),
     )
     copied = set(plan.joined.copies["src_at"].tolist())
-    starts = first_bytes(models / name / "model.safetensors")
+    spent.append(time.process_time() - start)
+    starts = first_bytes(model / "model.safetensors")
     assert not [tensor for tensor, at in starts.items() if at not in copied]
+
+
+def test_the_plans_of_all_of_them_take_less_than_a_minute() -> None:
+    assert sum(spent) < PLANS_S, f"{sum(spent):.1f} s for {len(spent)} plans"
+
+
+def test_each_config_has_its_repository() -> None:
+    assert sorted(REPOSITORIES) == list(NAMES)
+    for name, repository in REPOSITORIES.items():
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", repository), name
 
 
 def test_the_page_of_published_models_is_that_of_the_configs() -> None:

@@ -14,10 +14,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.helpers import renamed
 from tests.helpers.made_models import AS_PUBLISHED, published_name
@@ -26,11 +29,13 @@ from tests.helpers.tiny import class_of
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+# name -> the repository on the Hub that has this config.json
+REPOSITORIES: dict[str, str] = yaml.safe_load((CONFIGS / "repositories.yaml").read_text())
 # the dialects of a model that has others than gpt and hybrid
 DIALECTS = {
     "flan-t5-base": ("t5",),
     "megatron-bert-cased-345m": ("bert",),
-    "mimo-v2-flash": ("bridge",),
+    **dict.fromkeys(("gemma-2-2b", "gemma-3-1b", "mimo-v2-flash"), ("bridge",)),
     "mt5-small": ("t5",),
 }
 SCOUT = ("attn_chunk", "attn_temperature", "rope_high_freq_factor", "qk_l2_norm", "rope_factor")
@@ -47,6 +52,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("deepseek-v3.2", "gpt"): ("mtp_layers",),
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5.2", "gpt"): ("mtp_layers", "norm_eps"),
+    **{(name, "bridge"): ("norm_eps",) for name in ("gemma-2-2b", "gemma-3-1b")},
     **{("gemma-2b", dialect): ("activation",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-3b-a800m", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
@@ -54,7 +60,11 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("helium-1-2b", "hybrid"): ("rope_interleaved",),
     **{("ministral-3-8b", dialect): ("position_scale",) for dialect in ("gpt", "hybrid")},
     **{("ministral-3-8b-instruct", d): ("position_scale",) for d in ("gpt", "hybrid")},
-    **{("pythia-1.4b", dialect): ("parallel_residual",) for dialect in ("gpt", "hybrid")},
+    **{
+        (f"pythia-{n}", d): ("parallel_residual",)
+        for n in ("1.4b", "160m")
+        for d in ("gpt", "hybrid")
+    },
     ("glm-5", "hybrid"): ("norm_eps",),
     ("glm-5.2", "hybrid"): ("mtp_layers", "norm_eps"),
     **{("glm-4.7-flash", dialect): ("norm_eps",) for dialect in ("gpt", "hybrid")},
@@ -71,6 +81,10 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("kimi-k2", "gpt"): ("rope_beta_fast",),
     ("kimi-k2", "hybrid"): ("rope_beta_fast",),
     ("llama-3.1-8b", "hybrid"): ("rope_type", "rope_factor"),
+    ("llama-3.1-405b", "hybrid"): ("rope_type", "rope_factor"),
+    ("llama-3.2-3b", "gpt"): ("rope_factor",),
+    ("llama-3.2-3b", "hybrid"): ("rope_type", "rope_factor"),
+    ("deepseek-coder-6.7b", "hybrid"): ("rope_type", "rope_factor"),
     ("llama-3.1-nemotron-ultra-253b", "gpt"): ("rope_factor",),
     ("llama-3.2-1b", "gpt"): ("rope_factor",),
     ("llama-3.2-1b", "hybrid"): ("rope_type", "rope_factor"),
@@ -99,18 +113,44 @@ UNLOADABLE = {
 }
 # model -> the newest megatron-core that can load it, if it is not the newest of all
 UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18", "sarvam-105b": "0.18"}
-# the tensor-parallel size of a plan, where 2 is too many: one group, and experts with biases
-TP = {"bamba-9b": 1, "gpt-oss-20b": 1, "granite-4.0-h-small": 1}
+# the tensor-parallel size of a plan, where 2 is too many: one group, experts with biases, 9 heads
+TP = dict.fromkeys(
+    ("bamba-9b", "gemma-3-1b", "gpt-oss-20b", "granite-4.0-h-small", "smollm2-135m"), 1
+)
 # model -> the case of fixtures/families that has its names, where transformers saves others
 AS_CASE = {"kimi-k2.5": "kimi_k25"}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 
-def write_all(names: Iterable[str], out: Path) -> None:
-    """Writes each model to out/NAME, in a process of its own since transformers needs 5 s."""
-    command = [sys.executable, "-m", "tests.helpers.published", str(out), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+class Writing:
+    """Writes each model to out/NAME, in processes of their own, because transformers needs 5 s to
+    start and half a minute for all. Meanwhile a test can use those that are there.
+    """
+
+    def __init__(self, names: Iterable[str], out: Path, processes: int = 2) -> None:
+        self.out, names = out, list(names)
+        out.mkdir(parents=True, exist_ok=True)
+        self.logs = [out / f"log-{i}" for i in range(processes)]
+        self.running = []
+        for i, log in enumerate(self.logs):
+            command = [sys.executable, "-m", "tests.helpers.published", str(out)]
+            with log.open("w") as file:
+                own = names[i::processes]
+                self.running.append(subprocess.Popen([*command, *own], cwd=ROOT, stderr=file))
+
+    def wait(self, name: str) -> Path:
+        """Returns the directory of a model when it is complete; config.json is its last file."""
+        while not (self.out / name / "config.json").exists():
+            codes = [process.poll() for process in self.running]
+            texts = [log.read_text()[-4000:] for log in self.logs]
+            assert not any(codes) and None in codes, "\n".join(texts)
+            time.sleep(0.05)
+        return self.out / name
+
+    def end(self) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
 
 
 def _write(name: str, directory: Path) -> None:
@@ -136,17 +176,23 @@ def _write(name: str, directory: Path) -> None:
     saved = {published_name(key, starts): tensor for key, tensor in saved.items()}
     saved = renamed.as_published(config, saved)
     _holes(saved, directory / "model.safetensors")
-    (directory / "config.json").write_text(text)
+    beside = directory / "config.json.new"
+    beside.write_text(text)
+    beside.rename(directory / "config.json")
 
 
 def _holes(tensors: dict[str, Any], path: Path) -> None:
     """Writes a safetensors file whose data is one hole."""
     header: dict[str, Any] = {}
     end = 0
+    dtypes: dict[Any, tuple[str, int]] = {}  # the name of a dtype takes long to make
     for key, tensor in tensors.items():
-        name, size = DTYPES[str(tensor.dtype)]
-        begin, end = end, end + size * prod(tensor.shape)
-        header[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        if (dtype := tensor.dtype) not in dtypes:
+            dtypes[dtype] = DTYPES[str(dtype)]
+        name, size = dtypes[dtype]
+        shape = list(tensor.shape)
+        begin, end = end, end + size * prod(shape)
+        header[key] = {"dtype": name, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
