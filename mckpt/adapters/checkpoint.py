@@ -21,7 +21,7 @@ from mckpt.checkpoint.model import ModelDescription
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names
-from mckpt.formats.foreign import FACTOR, has_adapter
+from mckpt.formats.foreign import FACTOR, advice, has_adapter
 from mckpt.formats.megatron.optimizer import (
     Optimizer,
     is_muon,
@@ -224,7 +224,9 @@ def of_megatron(
     """
     files = open_files(path, options)
     if not files.is_megatron or not has_adapter(files.opened.keys()):
-        raise SourceError(f"{files.path}: has no adapters whose names mckpt knows")
+        hint = advice(files.opened.keys())
+        error = SourceError(f"{files.path}: has no adapters whose names mckpt knows")
+        raise error.with_hint(hint) if hint else error
     return of_files(files, _Model(files), alpha, otherwise)
 
 

@@ -43,6 +43,12 @@ _NAMES = (
         " them beside the weights.",
     ),
     (
+        r"^(?:decoder|mtp)\..*\.lora_[AB]\.default\.weight",
+        "These are adapters of ms-swift, with names and an order of rows of their own. `megatron"
+        " export --mcore_adapter DIR --model MODEL --to_hf true --merge_lora false` of ms-swift"
+        " writes them as a directory of PEFT.",
+    ),
+    (
         _LORA.pattern,
         "These are names of a PEFT adapter and of the weights below it. Save the model that"
         " `merge_and_unload()` of PEFT returns, and convert it; or save the adapter alone, and let"

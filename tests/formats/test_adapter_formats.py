@@ -410,3 +410,18 @@ def test_dora_there_and_back(case: str, layout: str, tiny_model: TinyModel, tmp_
         good("adapter", "merge", base, tmp_path / adapter, tmp_path / out)
     expect_merged(base, tmp_path / "merged", stored, modules)
     expect_close(tmp_path / "merged", tmp_path / "again")
+
+
+def test_adapters_of_ms_swift_are_named(tmp_path: Path) -> None:
+    import torch
+
+    good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "a", *BLOCK, "--format", "torch")
+    file = next((tmp_path / "a").rglob("*.pt"))
+    state = torch.load(file, weights_only=False)
+    names = (("adapter.linear_in", "lora_A.default"), ("adapter.linear_out", "lora_B.default"))
+    for before, after in names:
+        state["model"] = {key.replace(before, after): v for key, v in state["model"].items()}
+    torch.save(state, file)
+    for command in (("adapter", "to-hf"), ("megatron-to-hf",)):
+        args = (*command, tmp_path / "a", tmp_path / "b")
+        refused(3, "adapters of ms-swift", "--mcore_adapter DIR", args=args)
