@@ -35,7 +35,7 @@ def adapter() -> None:
 @shared.conversion_option(
     "--format",
     "target_format",
-    type=click.Choice([name for name, one in formats.FORMATS.items() if one.written]),
+    type=shared.WRITTEN_FORMATS,
     help="Format of the target. Without it, that of the base, or torch_dist if sizes are given.",
 )
 @shared.hf_target_options
@@ -93,11 +93,7 @@ def _write_merged(
 
 @command()
 @click.argument("path", type=PATH)
-@shared.like_option
-@shared.vocab_size_option
-@shared.alpha_option
-@shared.iteration_option
-@shared.family_options
+@shared.adapters_source_options
 @json_option
 def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> None:
     """Print the parts of an adapter, or of a checkpoint of them."""
@@ -153,15 +149,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
     " one adapter, whose factor A all of them share. block: by one adapter with the sum of their"
     " ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA).",
 )
-@shared.layout_options(default=1)
-@shared.megatron_option(
-    "--format",
-    "target_format",
-    type=shared.MEGATRON_FORMATS,
-    default=formats.MEGATRON,
-    help="Format of the new checkpoint.",
-)
-@shared.target_iteration_option
+@shared.new_checkpoint_options
 @shared.dialect_option(otherwise="that of the base, or of its family, else gpt")
 @shared.like_option
 @shared.vocab_size_option
@@ -192,11 +180,7 @@ def to_megatron(
 @command("to-hf")
 @shared.source_argument
 @shared.destination_argument
-@shared.alpha_option
-@shared.like_option
-@shared.vocab_size_option
-@shared.iteration_option
-@shared.family_options
+@shared.adapters_source_options
 @shared.conversion_options
 def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
     """Write adapters of Megatron as a directory of PEFT."""
@@ -212,19 +196,15 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 @command()
 @shared.source_argument
 @shared.destination_argument
-@shared.alpha_option
+@shared.adapters_source_options
 @shared.layout_options("target-", otherwise="the source's")
 @shared.megatron_option(
     "--target-format",
     type=shared.MEGATRON_FORMATS,
     help="Format of the new checkpoint. Without it, the source's.",
 )
-@shared.like_option
-@shared.vocab_size_option
 @shared.no_optimizer_option
-@shared.iteration_option
 @shared.megatron_target_options
-@shared.family_options
 @shared.conversion_options
 def reshard(
     src: Path, dst: Path, alpha: float | None, target_format: str | None, **options: Any

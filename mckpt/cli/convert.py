@@ -32,15 +32,7 @@ if TYPE_CHECKING:
 @command()
 @shared.source_argument
 @shared.destination_argument
-@shared.layout_options(default=1)
-@shared.megatron_option(
-    "--format",
-    "target_format",
-    type=shared.MEGATRON_FORMATS,
-    default=formats.MEGATRON,
-    help="Format of the new checkpoint.",
-)
-@shared.target_iteration_option
+@shared.new_checkpoint_options
 @shared.dialect_option(otherwise="that of the model's family, else gpt")
 @shared.megatron_target_options
 @shared.no_adapter_option
@@ -193,7 +185,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
 @shared.conversion_option(
     "--to",
     "target_format",
-    type=click.Choice([name for name, one in formats.FORMATS.items() if one.written]),
+    type=shared.WRITTEN_FORMATS,
     help="Format of the target. Without it: torch_dist for a Hugging Face source; for a Megatron"
     " source its own format if sizes or a dialect are given, else hf.",
 )

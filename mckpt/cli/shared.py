@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mckpt.conversion.target import TargetOptions
     from mckpt.geometry.parallel import Parallel
 
+WRITTEN_FORMATS = click.Choice([name for name, one in formats.FORMATS.items() if one.written])
 MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
 DTYPES = click.Choice(["bf16", "fp16", "fp32"])
 
@@ -155,6 +156,9 @@ alpha_option = reading_option(
     help="The alpha of the adapters of a Megatron checkpoint, if neither run_config.yaml nor"
     " mckpt.json states it.",
 )
+adapters_source_options = together(
+    alpha_option, like_option, vocab_size_option, iteration_option, family_options
+)
 merge_option = conversion_option(
     "--merge",
     is_flag=True,
@@ -174,9 +178,6 @@ adapter_option = together(
     ),
 )
 
-target_iteration_option = megatron_option(
-    "--iteration", "target_iteration", type=POSITIVE, help="Write iter_N instead of release."
-)
 no_optimizer_option = megatron_option(
     "--no-optimizer",
     is_flag=True,
@@ -388,6 +389,21 @@ def layout_options(prefix: str = "", default: int | None = None, otherwise: str 
             help="The layers of every stage, such as 'Ettt|(tt|)*6tL'.",
         ),
     )
+
+
+new_checkpoint_options = together(
+    layout_options(default=1),
+    megatron_option(
+        "--format",
+        "target_format",
+        type=MEGATRON_FORMATS,
+        default=formats.MEGATRON,
+        help="Format of the new checkpoint.",
+    ),
+    megatron_option(
+        "--iteration", "target_iteration", type=POSITIVE, help="Write iter_N instead of release."
+    ),
+)
 
 
 def run_options(otherwise: str) -> Decorator:
