@@ -23,6 +23,7 @@ import mckpt  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 
 WORLD = 2
+PARTS = ("differs", "exported", "wrong")  # of a result, with what is wrong
 # with pp 2 the embedding is tied over two ranks; with tp 1 and ep 1 both ranks are replicas
 CASES: tuple[tuple[str, dict[str, int]], ...] = (
     ("qwen3", {"tp": 2}),
@@ -33,10 +34,22 @@ CASES: tuple[tuple[str, dict[str, int]], ...] = (
     ("mixtral", {"tp": 2}),
     ("deepseek-v3", {"ep": 2, "etp": 1}),
 )
+# wrapped by adapters of tests/helpers/lora_wrapper.py
+WRAPPED: tuple[tuple[str, dict[str, int]], ...] = (
+    ("qwen3", {"tp": 2}),
+    ("llama", {"pp": 2}),
+    ("qwen3-moe", {"ep": 2, "etp": 1}),
+)
 
 
 def main(work: Path) -> int:
     cases = [case_of(work, case, size) for case, size in CASES]
+    for case, size in WRAPPED:
+        lora = {"kind": "lora", "dim": 4, "alpha": 8}
+        one = {**case_of(work, case, size), "lora": lora, "saved": str(work / "lora" / case)}
+        cases.append(
+            {**one, "name": f"{one['name']}-wrapped", "loads": one["loads"][:2], "saves": []}
+        )
     out = work / "results"
     out.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))
@@ -48,7 +61,7 @@ def main(work: Path) -> int:
     for case in cases:
         path = out / f"{case['name']}.json"
         found = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": "none"}
-        listed = (*found.get("differs", {}).values(), *found.get("exported", {}).values())
+        listed = [one for part in PARTS for one in found.get(part, {}).values()]
         wrong = [text for one in listed for text in one]
         if found["ok"]:
             wrong += [text for saved in case["saves"] for text in saved_problems(case, *saved)]

@@ -45,7 +45,7 @@ import runpy
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
         wrong[f"load {source}"] = changed(chunks, before)
     for adapter, merged in case.get("adapters", ()):
         live.load(chunks, like, adapter=adapter)
-        given = dict(live.hf_tensors(chunks, like=like))
+        given = on_the_host(live.hf_tensors(chunks, like=like))
         wrong[f"load {adapter}"] = unlike(given, read(Path(merged)))
     refused = [
         refusal(lambda place=adapter: live.load(chunks, like, adapter=place))
@@ -141,7 +141,7 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
     for choice in ("merged", "none", "only"):
         sync = live.Sync(chunks, like=like, adapter=choice, bucket_bytes=case.get("bucket_bytes"))
         for call in (1, 2):
-            given = {name: tensor.clone() for name, tensor in sync()}
+            given = on_the_host(sync())
             wrong[f"{choice} {call}"] = unlike(given, read(saved / choice))
         assert list(given) == sync.names
         options: dict[str, Any] = {"background": choice == "merged", "adapter": choice}
@@ -157,9 +157,9 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
             pieces: dict[str, list[torch.Tensor]] = {}
             for one in sync():
                 pieces.setdefault(one.name, []).append(one.tensor)
-            given = {key: torch.cat(parts) for key, parts in pieces.items()}
+            given = on_the_host((key, torch.cat(parts)) for key, parts in pieces.items())
         else:
-            given = dict(sync())
+            given = on_the_host(sync())
         here = options.get("to") in (None, dist.get_rank())
         wrong[name] = unlike(given, wanted if here else {})
     return {"wrong": wrong, "errors": adapter_faults(chunks, like), "refused": refused}
@@ -202,7 +202,7 @@ def refusal(work: Callable[[], Any]) -> str:
 MERGED: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
     "fp8": {"quantize": "fp8"},
-    "merged on one rank": {"to": 2},
+    "merged on one rank": {"to": 1},
     "merged in slices": {"slices": True, "bucket_bytes": 8192},
 }
 
@@ -258,6 +258,11 @@ def changed(chunks: list[Any], before: dict[str, torch.Tensor]) -> list[str]:
     return on_any_rank(
         name for name, value in load.weights(chunks) if not same(value, before[name])
     )
+
+
+def on_the_host(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns copies of tensors, by their names."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
 
 def read(directory: Path) -> dict[str, torch.Tensor]:

@@ -94,7 +94,8 @@ def wrap(chunks: list[Any], kind: str, dim: int, alpha: int, target_modules: Any
         for path, module in linears:
             above, _, name = path.rpartition(".")
             parent = chunk.get_submodule(above)
-            setattr(parent, name, Wrapped(module, _adapter(path, module, kind, dim, alpha)))
+            adapter = _adapter(path, module, kind, dim, alpha).to(module.weight.device)
+            setattr(parent, name, Wrapped(module, adapter))
 
 
 def _adapter(path: str, module: Any, kind: str, dim: int, alpha: int) -> torch.nn.Module:
