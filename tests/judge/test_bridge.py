@@ -105,7 +105,10 @@ FAILS: dict[str, tuple[str, str]] = {
     "deepseek-v3-plain": Q_NORM,
     "deepseek_v2_lite": Q_NORM,
     "glm4_moe": SHARED,
-    "glm4v_moe": SHARED,
+    "glm4v_moe": (
+        rf"{SHARED[0]}|no attribute 'partial_rotary_factor'",
+        f"{SHARED[1]}; transformers 5.23 has no attribute that it reads",
+    ),
     "mistral3": (
         r"KeyError: 'llama_4_scaling_beta'",
         "it takes every Mistral3ForConditionalGeneration for Ministral 3",
@@ -114,6 +117,10 @@ FAILS: dict[str, tuple[str, str]] = {
     "nemotron": (
         r"No mapping found for megatron_param: \S+linear_qkv.bias",
         "it has no tensors for attention_bias",
+    ),
+    "qwen2_yarn": (
+        r"unsupported operand type\(s\) for \*: 'NoneType' and 'int'",
+        "it has no default for beta_fast, which the published configs of Qwen2.5 leave out",
     ),
     "sarvam_mla": Q_NORM,
 }
