@@ -17,7 +17,7 @@ from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
 from mckpt.mapping.expression import Expression
-from mckpt.mapping.schema import FACTORS, MAGNITUDE
+from mckpt.mapping.schema import FACTORS, MAGNITUDE, plain
 
 _INDEX = re.compile(r"\{\w+\}")
 Place = tuple[str, int, int]  # of a weight: template, layer, expert
@@ -78,7 +78,8 @@ class AdapterNames(Names):
         found: list[Module] = []
         sections: dict[str, list[Bound]] = {}
         for b in self.mapping.bind(self.scope()):
-            if b.rule.alias or not self.weights.intersection(b.rule.of):
+            # a template has the number of its shape, where layers differ
+            if b.rule.alias or self.weights.isdisjoint((*b.rule.of, *map(plain, b.rule.of))):
                 continue
             if b.rule.mtp and not self.mtp:
                 continue
@@ -138,7 +139,7 @@ class AdapterNames(Names):
             yield Module(b, f"{stem}.{self.module}.", b.rule.of)
             return
         for name in b.rule.of:
-            added = next((ends[end] for end in ends if name.endswith(f".{end}")), None)
+            added = next((ends[end] for end in ends if plain(name).endswith(f".{end}")), None)
             if added is None:
                 raise UsageError(
                     f"{name}: CanonicalLoRA of Megatron-Bridge has no adapter for this part of"
@@ -198,7 +199,11 @@ def placed(layout: Layout, modules: Iterable[Module], members: Mapping[Place, Me
 
     members: of each weight with an adapter.
     """
-    group = {weight: module.of for module in modules for weight in module.of}
+    # q has one template in all layers, k and v one for each of their shapes
+    group: dict[str, dict[str, None]] = {}
+    for module in modules:
+        for weight in module.of:
+            group.setdefault(weight, {}).update(dict.fromkeys(module.of))
     stored: list[Stored] = []
     for s in layout.stored:
         alike: dict[tuple[Piece, ...], list[int]] = {}
@@ -254,16 +259,21 @@ def shared(layout: Layout, modules: Iterable[Module], rank: int) -> Layout:
     """Returns the layout of a Megatron checkpoint with the factor A of a module, and its states,
     once for each weight that the module adapts.
     """
-    group = {name_of(m.of[0], A, rank): m.of for m in modules}
+    group: dict[str, list[Module]] = {}
+    for module in modules:
+        group.setdefault(name_of(module.of[0], A, rank), []).append(module)
     stored, shapes = list(layout.stored), dict(layout.shapes)
     for s in layout.stored:
         for name in {p.tensor for p in s.pieces}:
             factor, at, state = name.partition("@")
-            for other in group.get(factor, ())[1:]:
-                named = name_of(other, A, rank) + at + state
-                pieces = tuple(p._replace(tensor=named) for p in s.pieces)
-                stored.append(replace(s, pieces=pieces))
-                shapes[named] = shapes[name]
+            for module in group.get(factor, ()):
+                own = np.isin(s.layer, module.bound.layers)
+                part = {one: getattr(s, one)[own] for one in ("layer", "expert", "file", "at")}
+                for other in module.of[1:] if own.any() else ():
+                    named = name_of(other, A, rank) + at + state
+                    pieces = tuple(p._replace(tensor=named) for p in s.pieces)
+                    stored.append(replace(s, pieces=pieces, **part))
+                    shapes[named] = shapes[name]
     return replace(layout, stored=stored, shapes=shapes)
 
 

@@ -425,3 +425,25 @@ def test_adapters_of_ms_swift_are_named(tmp_path: Path) -> None:
     for command in (("adapter", "to-hf"), ("megatron-to-hf",)):
         args = (*command, tmp_path / "a", tmp_path / "b")
         refused(3, "adapters of ms-swift", "--mcore_adapter DIR", args=args)
+
+
+@pytest.mark.parametrize("layout", ["canonical", "block"])
+def test_an_adapter_of_layers_that_differ(layout: str, tmp_path: Path) -> None:
+    """Of Llama-Nemotron, with mlps of several widths, and layers without an attention or an mlp."""
+    base = made("llama_nemotron", tmp_path / "base")
+    weights = lora.tensors(base)
+    modules = lora.matrices(weights, ("norm", "embed", "lm_head"))
+    adapter = lora.save(tmp_path / "adapter", lora.factors(weights, modules))
+    sizes = ("--tp", 2, "--pp", 2)
+    made_of = ("adapter", "to-megatron", adapter, base, tmp_path / "a", "--layout", layout)
+    good(*made_of, *sizes, "--format", "torch")
+    good("adapter", "reshard", tmp_path / "a", tmp_path / "b", "--like", base, "--tp", 4)
+    good("adapter", "merge", base, adapter, tmp_path / "merged")
+    for place in ("a", "b"):
+        peft = tmp_path / f"{place}-peft"
+        good("adapter", "to-hf", tmp_path / place, peft, "--like", base)
+        assert lora.tensors(peft).keys() == lora.tensors(adapter).keys()
+        if layout == "canonical":
+            assert lora.same(peft, adapter)
+        good("adapter", "merge", base, peft, tmp_path / f"{place}-merged")
+        good("diff", tmp_path / "merged", tmp_path / f"{place}-merged")

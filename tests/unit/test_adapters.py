@@ -29,7 +29,10 @@ from tests.helpers.tiny import FIXTURES, TinyModel
 
 QWEN3 = FIXTURES / "tiny-qwen3"
 ROUNDED_ONCE = 0.5  # units in the last place
-FAMILIES = ("qwen3_5", "deepseek_v2", "gpt2", "phi3", "qwen2_moe", "glm4_moe", "gpt_neox")
+FAMILIES = (
+    *("qwen3_5", "deepseek_v2", "gpt2", "phi3", "qwen2_moe", "glm4_moe", "gpt_neox"),
+    "llama_nemotron",
+)
 
 
 def made(case: str, out: Path, dtype: Any = ml_dtypes.bfloat16) -> Path:
