@@ -280,6 +280,7 @@ MECHANISMS = (
     "phi3",
     "granitemoehybrid",
     "megatron_bert",
+    "llama_nemotron",
 )
 
 

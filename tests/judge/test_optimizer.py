@@ -18,6 +18,7 @@ if not find_spec("megatron.core"):
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
+from tests.helpers import made_models
 from tests.helpers.commands import good
 from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3
 from tests.helpers.judging import explain, judge
@@ -142,6 +143,9 @@ RUNS = [
     Run("moe", "distrib_optim", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, "torch"),
     Run("moe", "muon_by_layers", {"ep": 2}, {"pp": 2}),
     Run("tied", "fp16", {"pp": 2}, {"tp": 2}),
+    # of Llama-Nemotron, whose layers have mlps of several widths, or lack a part
+    Run("different", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 2}),
+    Run("different", "distrib_optim", {"pp": 2}, {"tp": 2}),
     Run("tied", "fp16_torch", {"pp": 2}, {"pp": 2}),
 ]
 # these take minutes, and are slow
@@ -224,6 +228,10 @@ def results(
     resharded checkpoint at the other layout.
     """
     mckpt.plan(tiny_model("deepseek-v3", "float32"), work / "mla", format="torch_dist").run()
+    made_models.make(["llama_nemotron"], work / "made")
+    different = work / "made" / "llama_nemotron"
+    options = {"transformer_impl": "local", "format": "torch_dist"}
+    mckpt.plan(different, work / "different", **options).run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute here
         cases = [
