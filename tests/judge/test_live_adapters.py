@@ -54,6 +54,7 @@ BRIDGE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tp": 2, "ep": 2, "etp": 1},
         {**LORA, "share_expert_adapters": False},
     ),
+    "dora": ("llama", {"pp": 2}, {**LORA, "kind": "dora"}),
 }
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 
@@ -148,8 +149,13 @@ def test_a_saved_model_is_that_of_files(
     case: str, work: Path, ran: dict[str, dict[str, Any]]
 ) -> None:
     assert ran[case]["ok"], explain(ran[case])
+    expect_saved(work / case)
+
+
+def expect_saved(directory: Path) -> None:
+    """Fails unless a case saved what the conversions of files write."""
     for choice in ("merged", "none", "only"):
-        wanted, saved = work / case / choice, work / case / f"live-{choice}"
+        wanted, saved = directory / choice, directory / f"live-{choice}"
         files = sorted(path.name for path in wanted.iterdir())
         assert files == sorted(path.name for path in saved.iterdir())
         for file in files:
@@ -174,7 +180,10 @@ def test_all_ranks_refuse_an_adapter_that_one_rank_has(
 )
 @pytest.mark.parametrize("case", BRIDGE)
 def test_a_model_that_megatron_bridge_wraps_goes_the_way_of_files(
-    case: str, with_bridge: dict[str, dict[str, Any]]
+    case: str, work: Path, with_bridge: dict[str, dict[str, Any]]
 ) -> None:
-    assert with_bridge[case]["ok"], explain(with_bridge[case])
-    assert not any(with_bridge[case]["wrong"].values()), with_bridge[case]["wrong"]
+    result = with_bridge[case]
+    assert result["ok"], explain(result)
+    assert not any(result["wrong"].values()), result["wrong"]
+    expect_saved(work / "bridge" / case)
+    assert [("are DoRA" in said) for said in result["refused"]] == [True] * (case == "dora")
