@@ -139,7 +139,7 @@ def _unpacked(path: Path) -> Path:
         with igzip.open(path, "rb") as source, open(tar, "wb") as out:
             while block := source.read(_COPY):
                 out.write(block)
-    except (EOFError, isal_zlib.error, BadGzipFile) as e:
+    except (EOFError, isal_zlib.error, BadGzipFile) as e:  # type: ignore[misc]  # a class at run time
         raise SourceError(
             f"{path}: is truncated or damaged: {e or type(e).__name__}; copy it again"
         ) from None
