@@ -293,7 +293,8 @@ conversion_options = together(
         type=POSITIVE,
         help="Number of processes on this machine that share the work; RANK and similar variables"
         " are then ignored. Without the option, the processes that torchrun or srun started share"
-        " the work, or one process does all of it.",
+        " the work, or one process does all of it; a process for each core, up to 8, merges an"
+        " adapter.",
     ),
     conversion_option(
         "--engine",

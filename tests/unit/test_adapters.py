@@ -5,8 +5,10 @@ target. The expected values are computed with numpy from the names in the files.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +22,7 @@ from mckpt import mapping
 from mckpt.adapters.checkpoint import of_megatron
 from mckpt.adapters.peft import PeftAdapter
 from mckpt.checkpoint.description import SourceOptions
+from mckpt.cli.convert import LEAST_BYTES, _processes
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
 from mckpt.geometry.parallel import Parallel
@@ -447,3 +450,18 @@ def test_a_pickled_adapter_is_the_same(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(source))
     assert again.scale == source.scale != 1 and list(again) == list(source)
     assert all(np.array_equal(again[name].numpy(), source[name].numpy()) for name in source)
+
+
+def test_only_a_large_merge_starts_processes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    adapted, plain = SimpleNamespace(adapted=True), SimpleNamespace(adapted=False)
+
+    def processes(nbytes: int, *casts: SimpleNamespace, threads: int = 0) -> int:
+        plan: Any = SimpleNamespace(nbytes=nbytes, joined=SimpleNamespace(casts=casts))
+        return _processes(plan, threads)
+
+    assert processes(1 << 20, plain, adapted) == 1
+    assert processes(3 * LEAST_BYTES, plain, adapted) == 3
+    assert processes(90 * LEAST_BYTES, plain, adapted) == 4
+    assert processes(90 * LEAST_BYTES, plain) == 1
+    assert processes(90 * LEAST_BYTES, adapted, threads=2) == 1
