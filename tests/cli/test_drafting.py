@@ -94,7 +94,7 @@ def test_a_draft_says_which_dims_the_config_does_not_decide() -> None:
 
 
 def test_a_draft_shows_how_other_families_read_a_key() -> None:
-    text = tiny_draft("llama", {"norm_epsilon": 1e-5, "layer_types": ["sliding_attention"]})
+    text = tiny_draft("llama", {"norm_epsilon": 1e-5, "layer_types": ["sliding_attention"] * 4})
     line = "norm_eps: {key: norm_epsilon, default: 1e-5}  # as starcoder2 reads it"
     assert f"#   norm_epsilon: 1e-05\n#     {line}\n" in text
     assert "For llama layer_types changes nothing, and other families read it" in text

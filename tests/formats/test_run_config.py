@@ -160,7 +160,6 @@ def test_the_run_config_of_nemotron_h_is_read(
         ({"hybrid_layer_pattern": "M-|M-"}, "refuses virtual pipeline stages"),
         ({"mtp_hybrid_override_pattern": "*E"}, "in hybrid_layer_pattern as well"),
         ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer is True"),
-        ({"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor is 2.0"),
     ],
 )
 def test_a_hybrid_run_config_of_an_unknown_model_is_refused(

@@ -310,7 +310,7 @@ def test_args_of_another_shape_fail_without_a_crash(directory: Path, tmp_path: P
         length=16,
     )
     assert found.exit_code == 1
-    assert found.facts["where"]["args"] == ["num_query_groups"]
+    assert found.facts["where"]["args"] == ["num_query_groups", "query_groups"]
     assert "does not load" in found.reasons[-1]
 
 
