@@ -243,7 +243,9 @@ def published(path: Path) -> megatron_args.Launch:
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     dims = family.read(config)
     size = Parallel(tp=2, ep=4, etp=1) if dims["num_experts"] else Parallel(tp=2)
-    given = {"padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
+    if dims["num_heads"] % 2:
+        size = Parallel(pp=2)
+    given = {"padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": size.tp}
     dialect = mapping.load("megatron", "gpt")
     args = dialect.write(dims, given)
     if family.dialect == "hybrid":  # GPTModel lacks these layers; a pattern describes them
