@@ -429,7 +429,7 @@ def test_adapters_of_ms_swift_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["canonical", "block"])
 def test_an_adapter_of_layers_that_differ(layout: str, tmp_path: Path) -> None:
-    """Of Llama-Nemotron, with mlps of several widths, and layers without an attention or an mlp."""
+    """Llama-Nemotron has mlps of several widths. Some of its layers lack an attention or an mlp."""
     base = made("llama_nemotron", tmp_path / "base")
     weights = lora.tensors(base)
     modules = lora.matrices(weights, ("norm", "embed", "lm_head"))
