@@ -419,16 +419,24 @@ def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
     problem if two pieces overlap or one reaches outside.
     """
     starts, lengths = [], []
+    alike: dict[tuple[int, ...], list[int]] = {}  # (rows, pitch, run, step) -> the first elements
     for row in (m for p in pieces for m in moves(p, p)):
-        rows, pitch, run, step = row.rows, row.src_pitch, row.run, row.src_step
-        if step != 1 and pitch == 1:  # a transpose: the elements of a column are neighbours
-            rows, pitch, run, step = run, step, rows, pitch
-        flat = row.src_start + np.arange(rows, dtype="i8") * pitch
-        # strided elements are intervals of 1 each; a run of neighbours is one interval
+        both = (row.run, row.src_step), (row.rows, row.src_pitch)
+        # the inner one has the smaller stride: the elements of a transpose's column are neighbours
+        (run, step), (rows, pitch) = sorted(both, key=lambda way: (way[0] == 1, way[1]))
+        alike.setdefault((rows, pitch, run, step), []).append(row.src_start)
+    for (rows, pitch, run, step), firsts in alike.items():
+        first = np.sort(np.array(firsts, "i8"))
+        # strided elements are intervals of 1 each, and those that take turns are one interval
+        if step > 1 and len(first) % step == 0:
+            turns = first.reshape(-1, step)
+            if (turns == turns[:, :1] + np.arange(step)).all():
+                first, run, step = turns[:, 0], run * step, 1
+        flat = first[:, None] + np.arange(rows, dtype="i8") * pitch
         if step != 1:
-            flat = (flat[:, None] + np.arange(run, dtype="i8") * step).ravel()
-        starts.append(flat)
-        lengths.append(np.full(len(flat), run if step == 1 else 1, "i8"))
+            flat = flat[..., None] + np.arange(run, dtype="i8") * step
+        starts.append(flat.ravel())
+        lengths.append(np.full(flat.size, run if step == 1 else 1, "i8"))
     start, length = (np.concatenate(x) if x else np.empty(0, "i8") for x in (starts, lengths))
     order = np.argsort(start, kind="stable")
     start, end = start[order], (start + length)[order]

@@ -103,6 +103,17 @@ def test_tiles_reports_faults() -> None:
     assert tiles([], (4, 6)) == "0 of 24 elements are covered"
 
 
+def test_gaps_counts_pieces_that_take_turns_by_their_rows() -> None:
+    """The gate and up projections of GPT-OSS take turns, element by element."""
+    size = 4096
+    turns = [Piece(str(at), Box((0, 0), (size, size)), at, (2, 2 * size)) for at in (0, 1)]
+    tracemalloc.start()
+    assert gaps(turns, 2 * size * size)[0].tolist() == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size * size, peak  # bytes
+
+
 def test_empty_boxes_hide_no_overlap() -> None:
     """Two boxes overlap and leave a hole of the same volume, so the sum of the volumes is right."""
     empty = Box((0,), (0,))
@@ -125,7 +136,16 @@ def test_gaps_reports_faults() -> None:
     odd, even = Piece("a", Box((0,), (4,)), 1, (2,)), Piece("b", Box((0,), (4,)), 0, (2,))
     assert gaps([odd, even], 8)[0].tolist() == []
     assert gaps([odd], 8)[0].tolist() == [[0, 1], [2, 1], [4, 1], [6, 1]]
+    assert gaps([odd, odd], 8)[1] == "two pieces share element 1 of the buffer"
+    assert gaps([odd, Piece("b", Box((0,), (4,)), 4, (2,))], 11)[0].tolist() == [
+        [0, 1],
+        [2, 1],
+        [9, 1],
+    ]
     assert gaps([], 5)[0].tolist() == [[0, 5]]
+    # the columns of two transposed matrices take turns in each of 5 rows of 10
+    first, last = (Piece(n, Box((0, 0), (3, 5)), at, (2, 10)) for n, at in (("a", 0), ("b", 1)))
+    assert gaps([first, last], 50)[0].tolist() == [[10 * row + 6, 4] for row in range(5)]
     transposed = Piece("a", Box((0, 0), (2, 3)), 1, (1, 4))
     assert gaps([transposed], 12)[0].tolist() == [[0, 1], [3, 2], [7, 2], [11, 1]]
 
