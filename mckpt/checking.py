@@ -18,7 +18,7 @@ import numpy as np
 from isal import isal_zlib
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import changed_files
+from mckpt.checkpoint.description import VocabSizeUnknown, changed_files
 from mckpt.containers.entries import Span
 from mckpt.errors import CoverError, MckptError, PickleError, SourceError, StorageError
 from mckpt.execute.files import OpenFiles, read_at
@@ -272,6 +272,12 @@ def check(source: Checkpoint, threads: int = 0, progress: OnProgress | None = No
     threads: 0 means one per core.
     """
     out = Checked()
+    try:
+        _ = source.dims
+    except VocabSizeUnknown:  # all rows are checked, with those of the padding
+        source = source.with_padding() or source
+    except MckptError:  # `_structure` reports it
+        pass
     stated = _stated(source, out)
     _structure(source, out)
     spans = list(source.opened.spans(out.damaged))

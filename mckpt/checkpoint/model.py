@@ -283,10 +283,8 @@ class ModelDescription:
         if args is not None:
             in_args = self.mapping.keys_of("vocab_size", args)
             if not in_args and "vocab_size" not in {**known, **given}:
-                padded = args.get("padded_vocab_size")
                 raise self._vocab_size_unknown(
                     f"{root}: its args do not contain the unpadded vocab_size"
-                    + (f", only the padded {padded}" if padded else "")
                 )
             accepted = {
                 n: v
@@ -319,9 +317,12 @@ class ModelDescription:
         return {**known, **neutral}
 
     def _vocab_size_unknown(self, why: str) -> description.VocabSizeUnknown:
+        rows = self.files.opened.padded_vocab(self.mapping)
         return description.VocabSizeUnknown(
             f"{why}; give --vocab-size N (the tokenizer may be shorter than the model's), or --like"
             " HF_DIR"
+            + f". The embedding has {rows or 0:,} rows, which may end with padding"
+            * (rows is not None)
         )
 
     def _described_dims(self, given: Mapping[str, Any]) -> Mapping[str, Any]:

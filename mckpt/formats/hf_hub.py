@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mckpt.errors import UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.hf_config import ADAPTER, CONFIG, SIDE_FILES
 from mckpt.formats.hf_files import INDEX, SINGLE, index_files
 from mckpt.storage import hub, sparse_copy
@@ -23,13 +23,23 @@ SMALL = (CONFIG, MANIFEST, ADAPTER[0], *INDEX.values(), *SIDE_FILES)
 
 def local(name: HubName, *, weights: bool = True) -> Path:
     """Downloads a model into the cache of huggingface_hub, with its weights or without, and returns
-    its directory there.
+    its directory there. Of a repository without config.json that has one archive of NeMo 1, returns
+    the path of the archive.
 
-    Raises the errors of `storage.hub.fetch`.
+    Raises the errors of `storage.hub.fetch`, and SourceError if it has several archives.
     """
     root = hub.fetch(name, SMALL)
     # the directory of a snapshot has the name of its commit, so a branch may move meanwhile
     at_commit = name._replace(revision=root.name)
+    if weights and not any((root / file).exists() for file in (CONFIG, ADAPTER[0])):
+        archives = sorted(file for file in _files(at_commit, root) if file.endswith(".nemo"))
+        if len(archives) > 1:
+            raise SourceError(
+                f"{name}: has {len(archives)} archives of NeMo 1: {', '.join(archives)}. Download"
+                f" one with `hf download {name.repo} FILE`, and give its path"
+            )
+        if archives:
+            return hub.fetch(at_commit, [glob.escape(archives[0])]) / archives[0]
     if weights:
         for kind in INDEX:
             if (root / INDEX[kind]).exists():
@@ -42,6 +52,11 @@ def local(name: HubName, *, weights: bool = True) -> Path:
                 if any(root.glob(f"*{kind}")):
                     return root
     return root
+
+
+def _files(name: HubName, root: Path) -> list[str]:
+    """Returns the names of the files at the top of a repository; offline those in the cache."""
+    return [path.name for path in root.iterdir()] if hub.offline() else list(hub.sizes(name))
 
 
 def streamed(name: HubName) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mckpt.errors import DestinationError, SourceError
+from mckpt.errors import DestinationError, SourceError, shown
 from mckpt.formats.megatron.save_directory import is_iteration_name
 from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import STAGING
@@ -23,7 +23,7 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
 
     A model on the Hub is downloaded into the cache of huggingface_hub, with its weights or without.
     For a URL it is a sparse copy (`storage.sparse_copy`), whose bytes are downloaded when they are
-    read; so it is for an archive of NeMo (`storage.archive`).
+    read; so it is for an archive of NeMo (`storage.archive`), wherever it lies.
 
     Raises UsageError, SourceError, StorageError or MissingExtra.
     """
@@ -32,13 +32,18 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
     if (name := addresses.hub_name_of(path)) is not None:
         from mckpt.formats import hf_hub
 
-        return hf_hub.local(name, weights=weights)
-    if Path(path).suffix == NEMO and Path(path).is_file():
-        from mckpt.storage.archive import Archive
+        return _unpacked(hf_hub.local(name, weights=weights))
+    return _unpacked(Path(path))
 
-        archive = Archive(Path(path))
-        return sparse_copy.load(path, archive, Path(path).name, note=archive.note)
-    return Path(path)
+
+def _unpacked(path: Path) -> Path:
+    """Returns the directory that an archive of NeMo stands for; another path as it is."""
+    if path.suffix != NEMO or not path.is_file():
+        return path
+    from mckpt.storage.archive import Archive
+
+    archive = Archive(path)
+    return sparse_copy.load(shown(str(path)), archive, path.name, note=archive.note)
 
 
 def target(path: str | Path) -> Path:
@@ -69,6 +74,11 @@ def _sparse_copy(url: addresses.Url) -> Path:
         parts = (f"{url.name}/", _SIDE, STAGING)
         root = _loaded(url.parent, lambda name: "/" not in name or name.startswith(parts))
         root = root / url.name
+    elif url.name.endswith(NEMO) and "/" in url.path:
+        found = _loaded(url.parent, lambda name: f"{name}/".startswith(f"{url.name}/")) / url.name
+        root = _unpacked(found)
+        if root != found:
+            return root
     else:
         root = _loaded(url)
     ready(root)
@@ -105,7 +115,7 @@ def streamed(path: str | Path) -> Iterator[Path]:
         return
     from mckpt.formats import hf_hub
 
-    yield hf_hub.streamed(name)
+    yield _unpacked(hf_hub.streamed(name))
 
 
 def hint(path: Path) -> str:

@@ -11,6 +11,7 @@ A compressed archive is unpacked first, into one tar file in the directory of te
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 import tarfile
@@ -19,13 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.errors import SourceError, UsageError
-from mckpt.storage import sparse_copy
+from mckpt.storage import descriptors, sparse_copy
 from mckpt.storage.files import unreadable
+from mckpt.storage.sparse_copy import SparseCopy
 from mckpt.storage.stores import Object
 
 _GZIP = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
 _COPY = 1 << 22  # bytes that are unpacked at a time
+# A larger archive would fill the disk with nothing. Random weights in 16 bits shrink to three
+# quarters, and nothing shrinks to less than a thousandth; _ROOM is for archives that are tiny.
+_RATIO = 50
+_ROOM = 1 << 30  # bytes
 
 
 class Archive:
@@ -33,50 +39,62 @@ class Archive:
 
     note = ""  # what a plan states about the archive
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tar: Path | None = None) -> None:
         """Raises SourceError if the archive is damaged, or if a member is not a file with a path
         below the directory that the archive stands for.
+
+        path: of this machine, or of a file in a sparse copy. tar: where another process of this
+            machine has unpacked the archive.
         """
         self.path = self.tar = path
         try:
-            with open(path, "rb") as file:
-                if file.read(2) == _GZIP:
-                    self.tar = _unpacked(path)
-                    self.note = (
-                        f"{path} is compressed, so its {self.tar.stat().st_size:,} bytes were"
-                        f" unpacked below {self.tar.parent.parent}; they are removed at the end"
-                    )
-            self.changed = self.tar.stat().st_mtime_ns
+            if _is_compressed(path):
+                self.tar = tar if tar is not None and tar.is_file() else _unpacked(path)
+                self.note = (
+                    f"{path} is compressed, so its {self.tar.stat().st_size:,} bytes were"
+                    f" unpacked below {self.tar.parent.parent}; they are removed at the end"
+                )
             self.places, sizes = _members(self.tar, path)
+            self.changed = self._time()
         except OSError as e:
             raise unreadable(e.filename or path, e) from e
         version = str(self.changed)
         self.objects = {name: Object(size, version, self.changed) for name, size in sizes.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Archive, (self.path,)
+        copy = sparse_copy.of(self.path)
+        place = (copy, copy.name(self.path)) if copy else (None, str(self.path))
+        return _unpickled, (*place, self.tar)
+
+    def _time(self) -> int:
+        """Returns when the archive was changed, in ns; in a sparse copy the time of the object,
+        because each block that is downloaded changes the file, and the store compares versions.
+        """
+        holes = sparse_copy.holes(self.tar)
+        return holes.object.time if holes else self.tar.stat().st_mtime_ns
 
     def list(self) -> dict[str, Object]:
         """Returns the members by name."""
         return self.objects
 
-    def read(self, name: str, at: int, nbytes: int, version: str = "") -> bytes:
-        """Returns the bytes of a member from `at` on; fewer at its end.
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
+        """Returns a buffer of the bytes of a member from `at` on; fewer at its end.
 
         Raises SourceError if the archive has changed, StorageError if it cannot be read.
         """
         try:
-            fd = os.open(self.tar, os.O_RDONLY | os.O_CLOEXEC)
+            if self._time() != self.changed:
+                raise SourceError(
+                    f"{self.path}: was changed while it was read; run the command again when"
+                    " nothing writes there"
+                )
+            nbytes, at = max(0, min(nbytes, self.objects[name].size - at)), self.places[name] + at
+            fd = descriptors.open_file(self.tar)
             try:
-                if os.fstat(fd).st_mtime_ns != self.changed:
-                    raise SourceError(
-                        f"{self.path}: was changed while it was read; run the command again when"
-                        " nothing writes there"
-                    )
-                nbytes = max(0, min(nbytes, self.objects[name].size - at))
-                return os.pread(fd, nbytes, self.places[name] + at)
+                fetched = descriptors.fetch(fd, nbytes, at)
+                return descriptors.pread(fd, nbytes, at) if fetched is None else fetched
             finally:
-                os.close(fd)
+                descriptors.close(fd)
         except OSError as e:
             raise unreadable(self.path, e) from e
 
@@ -85,6 +103,54 @@ class Archive:
 
     def remove(self, names: Iterable[str]) -> None:
         raise UsageError(f"{self.path}: is an archive, which mckpt only reads")
+
+
+class _File(io.RawIOBase):
+    """A file of this machine or of a sparse copy, open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd, self.at = descriptors.open_file(path), 0
+        self.size = os.fstat(self.fd).st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        self.at = max(0, base + offset)
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        # a header may state any size, and the memory for it would be allocated first
+        left = max(0, self.size - self.at)
+        return super().read(min(size, left) if size >= 0 else left) or b""
+
+    def readinto(self, buffer: Any) -> int:
+        if self.at >= self.size:  # it may be beyond the numbers of the operating system
+            return 0
+        self.at += (nbytes := descriptors.preadv(self.fd, [memoryview(buffer)], self.at))
+        return nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            descriptors.close(self.fd)
+        super().close()
+
+
+def _is_compressed(path: Path) -> bool:
+    with _File(path) as file:
+        return file.read(len(_GZIP)) == _GZIP
+
+
+def _unpickled(copy: SparseCopy | None, path: str, tar: Path) -> Archive:
+    """Returns the archive of another process."""
+    return Archive(Path(path) if copy is None else copy.root / path, tar)
 
 
 def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
@@ -96,7 +162,7 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
     sizes: dict[str, int] = {}
     cure = "copy it again"
     try:
-        with tarfile.open(tar, "r:") as opened:
+        with _File(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
             for member in opened:
                 name = posixpath.normpath(member.name)
                 if member.isdir():
@@ -115,16 +181,16 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
                     raise SourceError(f"{shown}: has {name!r} twice; {cure}")
                 places[name], sizes[name] = member.offset_data, member.size
             end = opened.offset
+            file.seek(end)
+            last = file.read(_BLOCK)
     except tarfile.TarError as e:
         raise SourceError(
             f"{shown}: is not a tar archive, or is truncated or damaged ({e}); {cure}"
         ) from None
-    with open(tar, "rb") as file:
-        file.seek(end)
-        if file.read(_BLOCK) != bytes(_BLOCK):
-            raise SourceError(
-                f"{shown}: has no end of a tar archive at byte {end:,}, so it is truncated; {cure}"
-            )
+    if last != bytes(_BLOCK):
+        raise SourceError(
+            f"{shown}: has no end of a tar archive at byte {end:,}, so it is truncated; {cure}"
+        )
     return places, sizes
 
 
@@ -136,8 +202,15 @@ def _unpacked(path: Path) -> Path:
 
     tar = sparse_copy.temporary() / path.with_suffix(".tar").name
     try:
-        with igzip.open(path, "rb") as source, open(tar, "wb") as out:
+        with _File(path) as file, igzip.open(file, "rb") as source, open(tar, "wb") as out:
+            room = _ROOM + _RATIO * file.size
             while block := source.read(_COPY):
+                if (room := room - len(block)) < 0:
+                    raise SourceError(
+                        f"{path}: its {file.size:,} bytes are more than {_RATIO} times as many when"
+                        " they are unpacked, which weights never are; unpack it yourself if it is"
+                        " right, and give the directory"
+                    )
                 out.write(block)
     except (EOFError, isal_zlib.error, BadGzipFile) as e:  # type: ignore[misc]  # a class at run time
         raise SourceError(

@@ -4,7 +4,9 @@ that are damaged. `tests/judge/test_nemo_1.py` has those of the other formats.
 
 from __future__ import annotations
 
+import gzip
 import io
+import pickle
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -16,46 +18,16 @@ import yaml
 import mckpt
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import SourceError
+from mckpt.storage import archive as storage_archive
 from tests.helpers import nemo_archive
 from tests.helpers.commands import good, refused
-from tests.helpers.tiny import unpack
 
-UNIT = "iter_0000001"
 VOCABULARY = SourceOptions(vocab_size=14)
-
-
-def zarr(work: Path, prefix: str, weights: str) -> tuple[Path, dict[str, object]]:
-    """Makes work/nemo/WEIGHTS of a sample, with the keys of NeMo; returns work/nemo, and the values
-    of a config.json of the model.
-    """
-    sample = unpack("zarr/0.8-llama-float16", work / "sample")
-    dims = mckpt.open(sample / "torch").dims
-    folder = work / "nemo" / weights
-    shutil.copytree(sample / "zarr" / UNIT, folder)
-    for path in list(folder.iterdir()):
-        if path.name.startswith(("decoder.", "embedding.", "output_layer.")):
-            path.rename(folder / f"{prefix}{path.name}")
-        elif path.name.startswith("optimizer"):
-            shutil.rmtree(path)
-    (folder / "common.pt").unlink()
-    names = {
-        "max_position_embeddings": "max_positions",
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "ffn_size",
-        "num_attention_heads": "num_heads",
-        "num_key_value_heads": "num_query_groups",
-        "head_dim": "head_dim",
-        "rms_norm_eps": "norm_eps",
-        "rope_theta": "rope_theta",
-        "tie_word_embeddings": "tied",
-    }
-    return work / "nemo", {key: dims[name] for key, name in names.items()}
 
 
 @pytest.mark.parametrize("mode", ["w:", "w:gz"])
 def test_an_archive_of_zarr_has_the_weights_of_the_same_ranks(mode: str, tmp_path: Path) -> None:
-    folder, config = zarr(tmp_path, "model.", "model_weights")
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
     described = nemo_archive.described(config)
     archive = nemo_archive.pack(folder, described, tmp_path / "a.nemo", mode)
     ckpt = mckpt.Checkpoint.open(archive, VOCABULARY)
@@ -69,7 +41,7 @@ def test_an_archive_of_zarr_has_the_weights_of_the_same_ranks(mode: str, tmp_pat
 
 
 def test_a_checkpoint_of_nemo_2_in_zarr_is_read(tmp_path: Path) -> None:
-    folder, config = zarr(tmp_path, "module.", "weights")
+    folder, config = nemo_archive.zarr(tmp_path, "module.", "weights")
     found = {
         "_target_": "nemo.collections.llm.gpt.model.llama.Llama2Config7B",
         "num_layers": config["num_hidden_layers"],
@@ -158,7 +130,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def whole(work: Path) -> Path:
-    folder, config = zarr(work / "whole", "model.", "model_weights")
+    folder, config = nemo_archive.zarr(work / "whole", "model.", "model_weights")
     return nemo_archive.pack(folder, nemo_archive.described(config), work / "whole" / "a.nemo")
 
 
@@ -174,10 +146,36 @@ def test_a_damaged_archive_is_one_error(case: str, whole: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [1, 2_000])
 def test_a_compressed_archive_that_is_cut_is_one_error(size: int, tmp_path: Path) -> None:
-    folder, config = zarr(tmp_path, "model.", "model_weights")
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
     archive = nemo_archive.pack(folder, nemo_archive.described(config), tmp_path / "a.nemo", "w:gz")
     cut(-size)(archive)
     refused(3, "a.nemo: is truncated or damaged", args=("inspect", archive))
+
+
+def test_an_archive_that_unpacks_to_nothing_but_zeros_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_archive, "_ROOM", 1 << 20)
+    (tmp_path / "a.nemo").write_bytes(gzip.compress(bytes(64 << 20), 1))
+    refused(
+        3,
+        "more than 50 times as many when they are unpacked",
+        args=("inspect", tmp_path / "a.nemo"),
+    )
+
+
+def test_an_archive_is_unpacked_once_for_the_processes_of_a_machine(tmp_path: Path) -> None:
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
+    archive = nemo_archive.pack(folder, nemo_archive.described(config), tmp_path / "a.nemo", "w:gz")
+    first = storage_archive.Archive(archive)
+    assert pickle.loads(pickle.dumps(first)).tar == first.tar
+    first.tar.unlink()
+    assert pickle.loads(pickle.dumps(first)).tar != first.tar
+
+
+def test_the_whole_archive_is_checked_without_the_size_of_the_vocabulary(whole: Path) -> None:
+    assert "sound" in good("check", whole).out
+    refused(2, "The embedding has 16 rows", args=("megatron-to-hf", whole, whole.parent / "out"))
 
 
 def test_an_archive_that_changes_while_it_is_read_is_an_error(whole: Path, tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def test_an_archive_that_changes_while_it_is_read_is_an_error(whole: Path, tmp_p
 def test_a_model_that_the_mapping_does_not_know_is_refused(
     changed: dict[str, object], words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    folder, config = zarr(tmp_path, "model.", "model_weights")
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
     described = {**nemo_archive.described(config), **changed}
     archive = nemo_archive.pack(folder, described, tmp_path / "a.nemo")
     refused(4, *words, args=("megatron-to-hf", archive, tmp_path / "out", "--vocab-size", 14))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
 import pickletools
 import struct
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -342,6 +344,57 @@ def as_safetensors(random: Random, data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
+def as_tar(random: Random, data: bytes) -> bytes:
+    """Returns an archive with other members, or one whose members have other names, kinds, sizes or
+    contents. The checksums of their headers are right.
+    """
+    packed = data[:2] == b"\x1f\x8b"
+    with tarfile.open(fileobj=io.BytesIO(gzip.decompress(data) if packed else data)) as tar:
+        members = [(one, tar.extractfile(one).read() if one.isreg() else b"") for one in tar]
+    kinds = (tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE)
+    kinds += (tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE, tarfile.CONTTYPE, b"x", b"g", b"L", b"?")
+    for _ in range(random.choice((1, 1, 2, 4))):
+        # the members at the top are few
+        few = [i for i, (one, _) in enumerate(members) if one.name.count("/") < 2]
+        at = random.choice(few or range(len(members))) if random.random() < 0.5 else 0
+        at = at or random.randrange(len(members))
+        one, content = members[at]
+        match random.randrange(7):
+            case 0 if len(members) > 1:
+                del members[at]
+            case 1:
+                members.insert(random.randrange(len(members) + 1), members[at])
+            case 2:
+                name = random.choice([text for text in TEXTS if "\ud800" not in text])
+                name = random.choice((name, one.name + name, f"./{name}", f"{one.name}/{name}"))
+                members[at] = one.replace(name=name), content
+            case 3:
+                changed = one.replace()
+                changed.type, changed.linkname = (
+                    random.choice(kinds),
+                    random.choice(("", "a", "..")),
+                )
+                members[at] = changed, content
+            case 4:
+                changed = one.replace()
+                changed.size = random.choice(
+                    [n for n in NUMBERS if isinstance(n, int) and n < 2**70]
+                )
+                members[at] = changed, content
+            case _:
+                content = structured(Path(one.name))(random, content)
+                changed = one.replace()
+                changed.size = len(content)
+                members[at] = changed, content
+    out = bytearray()
+    form = random.choice((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT))
+    for one, content in members:
+        out += one.tobuf(form, "utf-8", "surrogateescape")
+        out += content + bytes(-len(content) % tarfile.BLOCKSIZE)
+    out += bytes(2 * tarfile.BLOCKSIZE)
+    return gzip.compress(out, 1) if packed else bytes(out)
+
+
 def nothing_else(random: Random, data: bytes) -> bytes:
     """Returns a file without a structure with other bytes or another length."""
     length = random.choice((0, 1, len(data) // 2, len(data) - 1, len(data) + 1, len(data) * 2))
@@ -361,6 +414,8 @@ def structured(path: Path) -> Callable[[Random, bytes], bytes]:
             return as_torch
         case ".metadata":
             return opcodes
+        case ".nemo":
+            return as_tar
     return nothing_else
 
 

@@ -28,8 +28,9 @@ from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import run_config, zarr_directory
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import reading
+from mckpt.storage import sparse_copy
 from tests.fuzz import damage
-from tests.helpers import tiny
+from tests.helpers import nemo_archive, tiny
 
 FIXTURES = tiny.FIXTURES
 Read = Callable[[Path, Random], Any]
@@ -69,6 +70,12 @@ def make_corpus(root: Path) -> None:
     (kept / "mckpt-mapping.yaml").write_text(mapping.merged("hf", "qwen3"))
     mckpt.plan(root / "torch_dist", root / "fp8", format="hf", quantize="fp8").run()
     _packed(root / "packed")
+    folder, config = nemo_archive.zarr(root / "archive", "model.", "model_weights")
+    for name, mode in {"nemo": "w:", "nemo-gz": "w:gz"}.items():
+        (root / name).mkdir()
+        described = {**nemo_archive.described(config), "override_vocab_size": 14}
+        nemo_archive.pack(folder, described, root / name / "a.nemo", mode)
+    shutil.rmtree(root / "archive")
     for name, (archive, folder) in ARCHIVES.items():
         shutil.move(tiny.unpack(archive, root / "archive") / folder, root / name)
         shutil.rmtree(root / "archive", ignore_errors=True)
@@ -212,6 +219,16 @@ def pickles(path: Path, random: Random) -> None:
 
 def indexes(path: Path, random: Random) -> None:
     _each(path, ".metadata", read_metadata)
+
+
+def archived(path: Path, random: Random) -> None:
+    """Reads an archive of NeMo as a checkpoint."""
+    read = random.choice((understood, inspected, checked, planned, converted))
+    try:
+        for found in path.glob("*.nemo"):
+            read(found, random)
+    finally:
+        sparse_copy.clean()
 
 
 def arrays(path: Path, random: Random) -> None:
@@ -373,6 +390,7 @@ PARSERS = {
                ("common.pt", "metadata.json", "*.distcp"), TRAINED),
         Parser("zarr", 18, ("zarr", "zarr-written", "zarr-flat"),
                (".zarray", "[0-9]*", "*.pt", "metadata.json"), ((60, arrays), *TRAINED)),
+        Parser("nemo", 10, ("nemo", "nemo", "nemo-gz"), ("*.nemo",), ((1, archived),)),
         Parser("layer_wise", 7, ("layer_wise",), ("layer_wise_optimizer_*.pt",), TRAINED),
         Parser("fsdp_dtensor", 7, ("fsdp",), (".metadata", "*.distcp", "common.pt"), TRAINED),
         Parser("run_config", 7, ("configs", "bridge"), ("*.yaml",), ((1, run_configs),)),

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+import mckpt
+from tests.helpers.tiny import unpack
 
 # Entries of examples/nlp/language_modeling/conf/megatron_gpt_config.yaml that do not describe the
 # model, with the values that published archives have.
@@ -113,6 +117,35 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
         "seq_len_interpolation_factor": None,
         "share_embeddings_and_output_weights": config["tie_word_embeddings"],
     }
+
+
+def zarr(work: Path, prefix: str, weights: str) -> tuple[Path, dict[str, Any]]:
+    """Makes work/nemo/WEIGHTS of a sample, with the keys of NeMo; returns work/nemo, and the values
+    of a config.json of the model.
+    """
+    sample = unpack("zarr/0.8-llama-float16", work / "sample")
+    dims = mckpt.open(sample / "torch").dims
+    folder = work / "nemo" / weights
+    shutil.copytree(sample / "zarr" / "iter_0000001", folder)
+    for path in list(folder.iterdir()):
+        if path.name.startswith(("decoder.", "embedding.", "output_layer.")):
+            path.rename(folder / f"{prefix}{path.name}")
+        elif path.name.startswith("optimizer"):
+            shutil.rmtree(path)
+    (folder / "common.pt").unlink()
+    names = {
+        "max_position_embeddings": "max_positions",
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_size",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_query_groups",
+        "head_dim": "head_dim",
+        "rms_norm_eps": "norm_eps",
+        "rope_theta": "rope_theta",
+        "tie_word_embeddings": "tied",
+    }
+    return work / "nemo", {key: dims[name] for key, name in names.items()}
 
 
 def pack(folder: Path, config: dict[str, Any], archive: Path, mode: str = "w:") -> Path:

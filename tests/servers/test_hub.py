@@ -16,6 +16,7 @@ import pytest
 
 from mckpt.storage import addresses, descriptors, sparse_copy
 from mckpt.storage import hub as storage_hub
+from tests.helpers import nemo_archive
 from tests.helpers.commands import ROOT, Said, good, mckpt, refused, run, tree
 from tests.helpers.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving, sha256
 
@@ -243,6 +244,25 @@ def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkey
     read = sum(nbytes for path, nbytes in hub.sent.items() if "/cdn/" in path)
     assert read < 2.5 * size, "the weights were read more than once"
     assert "is done already" in cli("hf-to-megatron", MODEL, "out", "--stream", *options).out
+
+
+def test_an_archive_of_nemo_is_read_from_the_hub(hub, cli, tmp_path):
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
+    (tmp_path / "repo").mkdir()
+    archive = tmp_path / "repo" / "a.nemo"
+    nemo_archive.pack(folder, nemo_archive.described(config), archive)
+    hub.add(MODEL, archive.parent)
+    cli("megatron-to-hf", MODEL, "out", "--vocab-size", 14)
+    good("megatron-to-hf", archive, tmp_path / "here", "--vocab-size", 14)
+    here = tree(tmp_path / "here")
+    assert tree(tmp_path / "out").keys() == here.keys()
+    weights = "model.safetensors"
+    assert tree(tmp_path / "out")[weights] == here[weights]
+    shutil.copyfile(archive, archive.with_name("b.nemo"))
+    hub.add("org/two", archive.parent)
+    said = cli("inspect", "org/two", code=3).err
+    assert "org/two: has 2 archives of NeMo 1: a.nemo, b.nemo" in said and "hf download" in said
+    cli("inspect", MODEL, HF_HUB_OFFLINE=True)
 
 
 def test_offline_the_error_names_the_cache_and_the_variable(hub, cli):

@@ -25,6 +25,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.execute import ranks as execute_ranks
 from mckpt.storage import addresses, sparse_copy, stores
 from tests.formats import test_towers
+from tests.helpers import nemo_archive
 from tests.helpers.commands import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
 from tests.helpers.s3_server import Fault, Server
 from tests.helpers.tiny import unpack
@@ -240,6 +241,28 @@ def test_python_reads_slices_and_pickles_keep_the_url(server, bucket, tmp_path):
     sparse_copy.clean()
     again = pickle.loads(held)
     assert (again[name].numpy() == here[name].numpy()).all()
+    sparse_copy.clean()
+
+
+@pytest.mark.parametrize("mode", ["w:", "w:gz"])
+def test_an_archive_of_nemo_is_read_in_the_store(mode, cli, server, bucket, tmp_path):
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
+    (tmp_path / "nemo-1").mkdir()
+    archive = nemo_archive.pack(
+        folder, nemo_archive.described(config), tmp_path / "nemo-1" / "a.nemo", mode
+    )
+    server.put(bucket, archive.parent, "models/")
+    assert "s3://" in cli("inspect", "s3:models/a.nemo").out
+    said = cli("megatron-to-hf", "s3:models/a.nemo", tmp_path / "out", "--vocab-size", 14)
+    assert ("is compressed" in said.err) == (mode == "w:gz")
+    good("megatron-to-hf", archive, tmp_path / "here", "--vocab-size", 14)
+    weights = "model.safetensors"
+    assert files(tmp_path / "out")[weights] == files(tmp_path / "here")[weights]
+    held = pickle.dumps(package.open(f"s3://{bucket}/models/a.nemo", vocab_size=14))
+    sparse_copy.clean()
+    again, here = pickle.loads(held)["embed.weight"], package.open(tmp_path / "here")
+    assert (again.numpy() == here["embed.weight"].numpy()).all()
+    assert "does not exist" in cli("inspect", "s3:models/b.nemo", code=3).err
     sparse_copy.clean()
 
 
