@@ -21,6 +21,7 @@ from mckpt.conversion import planning, pushing
 from mckpt.conversion.planning import Plan
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
+from mckpt.formats import foreign
 from mckpt.geometry.parallel import Parallel
 from mckpt.progress import OnProgress, watched
 from mckpt.values.sizes import parse_size
@@ -409,7 +410,8 @@ def diff(
     """Compares two checkpoints of any formats and sizes, tensor by tensor.
 
     The result is false if they are the same. If both have the state of an optimizer, that is
-    compared as well, unless `no_optimizer`.
+    compared as well, unless `no_optimizer`. The factors of adapters in Megatron checkpoints are
+    among the tensors.
 
     atol: the largest difference of two values that count as equal; None compares every bit.
     """
@@ -419,13 +421,18 @@ def diff(
         raise UsageError(f"--atol {atol!r} must be a finite number, at least 0")
     if type(no_optimizer) is not bool:
         raise UsageError(f"no_optimizer is {no_optimizer!r}, and must be True or False")
-    left, right = _opened(a), _opened(b)
+    left, right = with_factors(a), with_factors(b)
     left, right = left.named_as(right), right.named_as(left)
     both = left.is_megatron and right.is_megatron and not no_optimizer
     if both and left.optimizer and right.optimizer:
         left, right = left.with_optimizer(), right.with_optimizer()
     difference = comparison.diff(left, right, atol, watched(progress, cancel))
     difference.replicas = comparison.copies_apart((left, right), cancel)
+    scales = [getattr(side, "scale", math.nan) for side in (left, right)]
+    if not any(map(math.isnan, scales)) and scales[0] != scales[1]:
+        left_scale, right_scale = (f"{scale:g}" for scale in scales)
+        changed = comparison.Changed("adapters", "alpha / rank", left_scale, right_scale)
+        difference.changed.append(changed)
     return difference
 
 
@@ -442,7 +449,7 @@ def check(
     """
     if type(threads) is not int or threads < 0:
         raise UsageError(f"threads is {threads!r}, and must be a whole number from 0 on")
-    return checking.check(_opened(source), threads, watched(progress, cancel))
+    return checking.check(with_factors(source), threads, watched(progress, cancel))
 
 
 def push(
@@ -473,6 +480,16 @@ def push(
 
 def _opened(source: Source) -> checkpoint.Checkpoint:
     return source if isinstance(source, checkpoint.Checkpoint) else Checkpoint.open(source)
+
+
+def with_factors(source: Source) -> checkpoint.Checkpoint:
+    """Returns a checkpoint; the factors of adapters that it has are among its tensors."""
+    found = _opened(source)
+    if not foreign.has_adapter(found.opened.keys()):
+        return found
+    from mckpt.adapters.checkpoint import with_factors
+
+    return with_factors(found)
 
 
 def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> TargetOptions:

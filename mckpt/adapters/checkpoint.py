@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -230,6 +231,19 @@ def of_megatron(
     return of_files(files, _Model(files), alpha, otherwise)
 
 
+def with_factors(source: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint whose tensors are the factors of its adapters too, if it has any. Their
+    scale is NaN if it does not state their alpha.
+    """
+    files = source.files
+    if not files.is_megatron or not has_adapter(files.opened.keys()):
+        return source
+    found, _ = of_files(files, _Model(files), otherwise=math.nan)
+    if found.held is None or found.beside is None:
+        return found
+    return replace(found, held=carried.joined(found.held, found.beside))
+
+
 def of_files(
     files: CheckpointFiles,
     model: ModelDescription,
@@ -332,12 +346,13 @@ def _alpha(files: CheckpointFiles, given: float | None, otherwise: float | None)
         ("--alpha", given),
         (f"{files.opened.root}: mckpt.json: alpha", recorded.get("alpha")),
         (f"{path}: alpha", stated),
-        ("alpha", otherwise),
     ):
         if alpha is not None:
             if not is_alpha(alpha):
                 raise UsageError(f"{where} is {alpha!r:.60}, and must be a finite number, not 0")
             return float(alpha)
+    if otherwise is not None:
+        return otherwise
     raise UsageError(
         f"{files.opened.root}: neither {RUN_CONFIG} nor mckpt.json states the alpha of its"
         " adapters; give --alpha"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -24,11 +25,12 @@ from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import optimizer, to_megatron
 from mckpt.conversion.args import Decided, args_of, bridge_files
 from mckpt.conversion.plan_data import facts_of
-from mckpt.conversion.planning import Plan, name_of_iteration
+from mckpt.conversion.planning import Plan, make_plan, name_of_iteration
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Destination, TargetOptions
+from mckpt.conversion.to_megatron import Beside
 from mckpt.errors import SourceError, UsageError
-from mckpt.formats import places
+from mckpt.formats import carried, places
 from mckpt.formats.base import Names
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.formats.megatron.interface import MegatronRequest
@@ -95,18 +97,21 @@ def plan_megatron(
     update_tracker: bool = False,
     helps: bool = False,
 ) -> Plan:
-    """Returns the plan that writes the factors of `source` as a checkpoint of Megatron's adapters.
+    """Returns the plan that writes the factors of `source` as a checkpoint of Megatron's adapters,
+    with the weights if `source` has them beside its factors.
 
     how: one of LAYOUTS. base: describes the model; None: `source` itself does.
     """
     if how not in LAYOUTS:
         raise UsageError(f"layout is {how!r}, and must be {', '.join(LAYOUTS)}")
-    if source.beside is not None:
-        raise UsageError(
-            f"{source.path}: has the weights of the base beside its adapters, and adapters alone"
-            " are written; write whole weights with `mckpt megatron-to-hf SRC DST --merge`, or the"
-            " adapters as a directory of PEFT without it, and convert that"
-        )
+    place = {"overwrite": overwrite, "update_tracker": update_tracker, "helps": helps}
+    if (weights := source.base) is not None:
+        if "optimizer" in source.left_behind() and not target.no_optimizer:
+            raise UsageError(
+                f"{source.path}: has weights beside its adapters, and mckpt does not convert the"
+                " optimizer's state of such a checkpoint; give --no-optimizer"
+            )
+        return make_plan(weights, dst, target, **place, adapters=partial(beside, source, how))
     format = formats.get(target.format)
     again = base is None
     named = name_of_iteration(source, target) if again else iteration_name(target.target_iteration)
@@ -115,9 +120,7 @@ def plan_megatron(
         named,
         format,
         source.files.root,
-        overwrite=overwrite,
-        update_tracker=update_tracker,
-        helps=helps,
+        **place,
     )
     described: Checkpoint = source
     if base is None:  # the factors of an adapter of PEFT have been read, to find what they change
@@ -128,30 +131,18 @@ def plan_megatron(
     if decided.optimizer:
         source = source.with_optimizer()
     args = args_of(decided)
-    places = factors.weights_in(source.layout)
-    names = AdapterNames(
-        structs.replace(decided.names.mapping, objects=()),
-        # a base that keeps its padding has more rows than the adapter
-        {**decided.names.dims, "vocab_size": described.dims["vocab_size"]},
-        {**decided.names.choices, "layers": args.layers},
-        decided.names.parallel,
-        weights=frozenset(place[0] for place in places),
-        canonical=how == "canonical",
-        dora=_has_magnitudes(source),
-        mtp=any(layer >= decided.names.dims["num_layers"] for _, layer, _ in places),
+    decided = structs.replace(
+        decided,
+        names=replace(
+            decided.names,
+            mapping=structs.replace(decided.names.mapping, objects=()),
+            # a base that keeps its padding has more rows than the adapter
+            dims={**decided.names.dims, "vocab_size": described.dims["vocab_size"]},
+            choices={**decided.names.choices, "layers": args.layers},
+        ),
     )
-    members, rank = _members(source, names.modules, places, how)
-    _refuse_homeless(places, names)
-    names = replace(names, rank=rank)
-    if names.dora:
-        _refuse_dora(names, members, how, decided.padded_vocab_size)
-    if rank % names.parallel.tp:
-        raise UsageError(
-            f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
-            " factor A of most linears along the rank; choose a tp that divides it"
-        )
-    dtype = dtypes.parse(target.dtype) if target.dtype else _dtype(source.layout)
-    kinds = {name: dtype for b in names.bound for name in b.rule.of}
+    names, members = _named(source, decided, how)
+    kinds = _kinds(source, names, target.dtype)
     kinds |= {name: kind for name, kind in decided.dtypes.items() if is_state(name)}
     distributed, groups, scalers = True, list[list[dict[str, Any]]](), list[Scaler]()
     state = None
@@ -174,8 +165,7 @@ def plan_megatron(
     )
     held, layout = _placed(source, names, laid, members)
     source = replace(source, held=held, has_states=False)
-    alpha = source.scale * rank
-    config = _run_config(decided, names, how, rank, alpha)
+    config = _run_config(decided, names, how, source.scale)
     files = [*outputs, *config]
     joined = join(held, layout)
     side_files = to_megatron.side_of(described)
@@ -191,7 +181,7 @@ def plan_megatron(
         parallel=names.parallel.args(),
         choices=dict(names.choices),
         unit=destination.iteration_name,
-        adapter=_facts(how, rank, alpha, names),
+        adapter=_facts(how, names, source.scale),
         megatron_version=decided.target.megatron_version,
         files_beside=[[file.path, file.size] for file in config],
         **(
@@ -201,6 +191,84 @@ def plan_megatron(
         ),
     )
     return Plan(source, destination, target, joined, layout, names, files, side, [], facts, [])
+
+
+def _named(
+    source: AdapterCheckpoint, decided: Decided, how: str, whole: bool = False
+) -> tuple[AdapterNames, dict[Place, Member]]:
+    """Returns the names of the adapters of a new checkpoint, and the place of the factors of each
+    weight in those of its module.
+
+    whole: the weights are in the checkpoint as well. Raises UsageError for factors that adapters of
+    Megatron-Bridge cannot have.
+    """
+    places = factors.weights_in(source.layout)
+    own = decided.names
+    names = AdapterNames(
+        own.mapping,
+        own.dims,
+        own.choices,
+        own.parallel,
+        weights=frozenset(place[0] for place in places),
+        canonical=how == "canonical",
+        dora=_has_magnitudes(source),
+        mtp=any(layer >= decided.names.dims["num_layers"] for _, layer, _ in places),
+        whole=whole,
+    )
+    members, rank = _members(source, names.modules, places, how)
+    _refuse_homeless(places, names)
+    names = replace(names, rank=rank)
+    if names.dora:
+        _refuse_dora(names, members, how, decided.padded_vocab_size)
+    if rank % names.parallel.tp:
+        raise UsageError(
+            f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
+            " factor A of most linears along the rank; choose a tp that divides it"
+        )
+    return names, members
+
+
+def _kinds(source: AdapterCheckpoint, names: AdapterNames, asked: str | None) -> dict[str, str]:
+    """Returns the dtype of each factor of a new checkpoint. asked: that of the user."""
+    dtype = dtypes.parse(asked) if asked else _dtype(source.layout)
+    return dict.fromkeys((name for b in names.bound for name in b.rule.of if ":" in name), dtype)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Factors that are read beside the weights of a checkpoint."""
+
+    path: Path
+    held: Layout
+    facts: dict[str, Any]
+    made_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def layout(self, base: Layout) -> Layout:
+        """Returns the layout of the weights and the factors."""
+        return carried.joined(base, self.held)
+
+
+def beside(source: AdapterCheckpoint, how: str, decided: Decided) -> Beside:
+    """Returns the factors of `source` as adapters beside the weights of a new checkpoint.
+
+    how: one of LAYOUTS.
+    """
+    names, members = _named(source, decided, how, whole=True)
+    kinds = _kinds(source, names, decided.target.dtype)
+    facts = {**_facts(how, names, source.scale), "beside": True}
+
+    def placed(laid: Layout) -> tuple[Checkpoint, Layout]:
+        weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
+        held, layout = _placed(source, names, factors.kept(laid, kinds), members)
+        moved = replace(decided.moved, merging=_Held(source.path, held, facts))
+        stored, shapes = [*weights.stored, *layout.stored], {**weights.shapes, **layout.shapes}
+        return moved, replace(laid, stored=stored, shapes=shapes)
+
+    # Megatron-LM's own programs would leave out the adapters, and get no launch line
+    known = structs.replace(
+        decided, names=names, dtypes={**decided.dtypes, **kinds}, has_args=False
+    )
+    return Beside(known, placed, _run_config(decided, names, how, source.scale), facts)
 
 
 def _placed(
@@ -330,9 +398,10 @@ def _dtype(layout: Layout) -> str:
     return widest[0] if len(widest) == 1 else "float32"
 
 
-def _facts(how: str, rank: int, alpha: float, names: AdapterNames) -> dict[str, Any]:
+def _facts(how: str, names: AdapterNames, scale: float) -> dict[str, Any]:
     """Returns the manifest's entry on adapters."""
-    return {"layout": how, "rank": rank, "alpha": alpha, "modules": len(names.modules)}
+    alpha = scale * names.rank
+    return {"layout": how, "rank": names.rank, "alpha": alpha, "modules": len(names.modules)}
 
 
 def _members(
@@ -465,9 +534,7 @@ def _refuse_dora(
         )
 
 
-def _run_config(
-    decided: Decided, names: AdapterNames, how: str, rank: int, alpha: float
-) -> list[TargetFile]:
+def _run_config(decided: Decided, names: AdapterNames, how: str, scale: float) -> list[TargetFile]:
     """Returns run_config.yaml with the section `peft`, from which Megatron-Bridge builds the
     adapters; nothing for a target that it does not read.
     """
@@ -478,12 +545,12 @@ def _run_config(
         return []
     import yaml
 
-    known = rules()["megatron"]
+    known, alpha = rules()["megatron"], scale * names.rank
     kind = "dora" if names.dora else how
     section: dict[str, Any] = {
         "_target_": known["classes"][kind],
         "target_modules": names.targets(),
-        "dim": rank,
+        "dim": names.rank,
         "alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "dropout": 0.0,
         **({} if names.dora else {"share_expert_adapters": False}),

@@ -140,15 +140,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
 @click.argument("adapter", type=PATH)
 @click.argument("base", type=PATH)
 @shared.destination_argument
-@shared.conversion_option(
-    "--layout",
-    "how",
-    type=click.Choice(["fused", "block", "canonical"]),
-    default="fused",
-    help="How linears that pack several weights (q, k and v; gate and up) are adapted. fused: by"
-    " one adapter, whose factor A all of them share. block: by one adapter with the sum of their"
-    " ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA).",
-)
+@shared.adapter_layout_option
 @shared.new_checkpoint_options
 @shared.dialect_option(otherwise="that of the base, or of its family, else gpt")
 @shared.like_option
@@ -157,7 +149,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
 @shared.family_options
 @shared.conversion_options
 def to_megatron(
-    adapter: Path, base: Path, dst: Path, target_format: str, how: str, **options: Any
+    adapter: Path, base: Path, dst: Path, target_format: str, how: str | None, **options: Any
 ) -> None:
     """Write an adapter of PEFT as Megatron-Bridge saves its own.
 
@@ -172,7 +164,7 @@ def to_megatron(
     source = of_peft(peft.open_adapter(adapter), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
-    make = partial(converting.plan_megatron, how=how, base=described)
+    make = partial(converting.plan_megatron, how=how or "fused", base=described)
     if outcome := convert.carry_out(source, dst, target, options, make):
         outcome.show(options["as_json"])
 
@@ -209,7 +201,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 def reshard(
     src: Path, dst: Path, alpha: float | None, target_format: str | None, **options: Any
 ) -> None:
-    """Change the sizes or the format of adapters of Megatron.
+    """Change the sizes or the format of adapters of Megatron, and of the weights beside them.
 
     The optimizer's state of the adapters is kept in torch_dist.
     """

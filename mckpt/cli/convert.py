@@ -41,10 +41,13 @@ MOST_PROCESSES, LEAST_BYTES = 8, 512 << 20
 @shared.megatron_target_options
 @shared.no_adapter_option
 @shared.adapter_option
+@shared.adapter_layout_option
 @shared.family_options
 @shared.stream_option
 @shared.conversion_options
-def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> None:
+def hf_to_megatron(
+    src: Path, dst: Path, target_format: str, how: str | None, **options: Any
+) -> None:
     """Convert a Hugging Face directory to Megatron.
 
     DST is a Megatron save directory, into which the new checkpoint is written.
@@ -60,11 +63,10 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
                 f"{src}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its"
                 " sizes or format"
             )
-        source = shared.with_adapter(source, options)
+        source, make = shared.with_adapter(source, options, how)
         parallel = Parallel().with_(**shared.parallel_sizes(options))
-        outcome = carry_out(
-            source, dst, shared.make_target(options, target_format, parallel), options
-        )
+        target = shared.make_target(options, target_format, parallel)
+        outcome = carry_out(source, dst, target, options, make)
     if outcome:
         outcome.show(options["as_json"])
 
@@ -319,7 +321,7 @@ def _print_plan(
             raise error.with_hint(*filter(None, [why])) from None
 
 
-def _place(options: Options) -> dict[str, bool]:
+def _place(options: Options) -> dict[str, Any]:
     """Returns the options that concern the destination, as arguments of `make_plan`."""
     return {name: options.get(name, False) for name in ("overwrite", "update_tracker")}
 

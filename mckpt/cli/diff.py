@@ -48,7 +48,7 @@ def diff(
     from mckpt import api
 
     start = time.perf_counter()
-    left, right = shared.open_source(a, options), shared.open_source(b, options)
+    left, right = (api.with_factors(shared.open_source(one, options)) for one in (a, b))
     left, right = left.named_as(right), right.named_as(left)
     notes = [f"{side.path}: {note}" for side in (left, right) for note in side.model.notes]
     for note in dict.fromkeys(notes):

@@ -6,6 +6,8 @@ fields from the options by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from mckpt.errors import UsageError
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
     from mckpt.checkpoint.description import SourceOptions
+    from mckpt.conversion.planning import Plan
     from mckpt.conversion.target import TargetOptions
     from mckpt.geometry.parallel import Parallel
 
@@ -169,13 +172,22 @@ adapter_option = together(
     conversion_option(
         "--adapter",
         type=DIRECTORY,
-        help="Directory of an adapter (LoRA) of PEFT, with --merge.",
+        help="Directory of an adapter (LoRA) of PEFT, which is written beside the weights as"
+        " Megatron-Bridge has it. `mckpt adapter` has more commands for adapters.",
     ),
     conversion_option(
         "--merge",
         is_flag=True,
-        help="Add the adapter to the weights. `mckpt adapter` has more commands for adapters.",
+        help="Add the adapter to the weights, and do not write it.",
     ),
+)
+adapter_layout_option = conversion_option(
+    "--layout",
+    "how",
+    type=click.Choice(["fused", "block", "canonical"]),
+    help="How linears that pack several weights (q, k and v; gate and up) are adapted. fused, the"
+    " default: by one adapter, whose factor A all of them share. block: by one adapter with the sum"
+    " of their ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA).",
 )
 
 no_optimizer_option = megatron_option(
@@ -448,19 +460,28 @@ def source_options(options: Options) -> SourceOptions:
     return SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
 
 
-def with_adapter(source: Checkpoint, options: Options) -> Checkpoint:
-    """Returns the source with the adapter of --adapter and --merge added to its weights."""
+def with_adapter(
+    source: Checkpoint, options: Options, how: str | None
+) -> tuple[Checkpoint, Callable[..., Plan] | None]:
+    """Returns the source, with the adapter of --adapter added to its weights if --merge is given,
+    and the function that plans its conversion if the adapter is written beside them.
+    """
     adapter, merges = options["adapter"], options["merge"]
-    if (adapter is None) == merges:
-        lacking = "--adapter DIR, the adapter to merge" if merges else "--merge"
-        raise UsageError(
-            f"give {lacking} as well; `mckpt adapter to-megatron` writes an adapter alone"
-        )
+    if adapter is None and merges:
+        raise UsageError("give --adapter DIR as well, the adapter to merge")
+    if how and (adapter is None or merges):
+        raise UsageError(f"--layout {how}: no adapter is written; leave it out")
     if adapter is None:
-        return source
-    from mckpt.adapters import merging, peft
+        return source, None
+    from mckpt.adapters import converting, merging, peft
+    from mckpt.adapters.checkpoint import of_peft
+    from mckpt.conversion import planning
 
-    return merging.merge(source, peft.open_adapter(adapter))
+    found = peft.open_adapter(adapter)
+    if merges:
+        return merging.merge(source, found), None
+    beside = partial(converting.beside, of_peft(found, source), how or "fused")
+    return source, partial(planning.make_plan, adapters=beside)
 
 
 def parse_settings(options: Options) -> dict[str, Any]:

@@ -381,8 +381,10 @@ class PlanData:
                 " every element of the source is used or listed below as ignored"
             ),
         ]
-        of_adapter = "layout" in self.facts.get("adapter", {})
-        filled = "filled factors" if of_adapter else "padding of the vocabulary"
+        adapter = self.facts.get("adapter", {})
+        kinds = ["filled factors"] * ("layout" in adapter)
+        kinds += ["padding of the vocabulary"] * ("layout" not in adapter or "beside" in adapter)
+        filled = " and ".join(kinds)
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
         lines += [f"{filled}: {p['padding_bytes']:,} bytes of zeros"] * bool(p["padding_bytes"])
         if unchanged := p["carried"]:

@@ -27,6 +27,8 @@ from mckpt.storage import sparse_copy
 if TYPE_CHECKING:
     from threading import Event
 
+    from mckpt.conversion.args import Decided
+    from mckpt.conversion.to_megatron import Beside
     from mckpt.progress import OnProgress
 
 
@@ -100,11 +102,13 @@ def make_plan(
     update_tracker: bool = False,
     helps: bool = False,
     same_format: bool = False,
+    adapters: Callable[[Decided], Beside] | None = None,
 ) -> Plan:
     """Returns the plan that converts `source` to `dst`.
 
     helps: this process is not rank 0, so it does not check whether the destination is occupied.
-    same_format: a Hugging Face source may become a directory of the same tensors.
+    same_format: a Hugging Face source may become a directory of the same tensors. adapters: makes
+    those that a Megatron checkpoint has beside its weights.
     """
     source = source.borrowing()
     format = formats.get(target.format)
@@ -120,7 +124,7 @@ def make_plan(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised, so there is nothing to convert"
         )
-    refuse_options(target, format, source)
+    refuse_options(target, format, source, adapters is not None)
     if update_tracker and not format.megatron:
         raise UsageError("--update-tracker: a Hugging Face directory has no tracker; leave it out")
     destination = Destination(
@@ -133,7 +137,7 @@ def make_plan(
         helps=helps,
     )
     if format.megatron:
-        planned = plan_megatron(source, destination, target)
+        planned = plan_megatron(source, destination, target, adapters)
     else:
         from mckpt.conversion.to_hf import plan_hf
 

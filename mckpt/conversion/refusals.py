@@ -29,9 +29,13 @@ _OWN_HEAD = (
 )
 
 
-def refuse_options(target: TargetOptions, format: Format, source: Checkpoint) -> None:
+def refuse_options(
+    target: TargetOptions, format: Format, source: Checkpoint, adapted: bool = False
+) -> None:
     """Raises UsageError for a format that is only read, and for an option that has no effect on
     this conversion.
+
+    adapted: the target gets an adapter beside its weights.
     """
     if not formats.FORMATS[format.name].written:
         raise UsageError(
@@ -41,7 +45,8 @@ def refuse_options(target: TargetOptions, format: Format, source: Checkpoint) ->
         raise UsageError(f"{option}: {reason}; leave it out")
     if target.allow_inexact:
         _refuse_unknown_names(target, source)
-    if (adapter := _adapter(source)) and not (target.no_adapter or source.merging):
+    known = target.no_adapter or source.merging or adapted
+    if (adapter := _adapter(source)) and not known:
         raise UsageError(
             f"{source.path}: has an adapter ({', '.join(adapter)}), which transformers applies to"
             " the weights: give --no-adapter to convert the weights alone, or merge the adapter"

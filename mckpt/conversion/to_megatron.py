@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +58,7 @@ from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import Scaler
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
+from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile, major_minor
@@ -66,12 +67,32 @@ from mckpt.storage.files import TargetFile
 MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 
-def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOptions) -> PlanData:
-    """Returns the plan of a Megatron checkpoint of any format."""
+class Beside(NamedTuple):
+    """Adapters that a new checkpoint has beside its weights."""
+
+    decided: Decided  # whose names and dtypes are those of weights and adapters
+    # makes of a layout of these names the tensors to read, and the places of each
+    placed: Callable[[Layout], tuple[Checkpoint, Layout]]
+    run_config: list[TargetFile]
+    facts: dict[str, Any]  # the manifest's entry
+
+
+def plan_megatron(
+    source: Checkpoint,
+    destination: Destination,
+    target: TargetOptions,
+    adapters: Callable[[Decided], Beside] | None = None,
+) -> PlanData:
+    """Returns the plan of a Megatron checkpoint of any format.
+
+    adapters: makes the adapters that it has beside the weights of `source`.
+    """
     refuse_changed(source)
     decided = decide(source, destination, target)
     args = args_of(decided)
     decided = _with_layer_keys(decided, args)
+    beside = adapters(decided) if adapters else None
+    decided = beside.decided if beside else decided
     moved, target = decided.moved, decided.target
     param_groups, scalers = _optimizer_entries(decided)
     layout, tensor_files = destination.format.lay_out(
@@ -88,8 +109,12 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
     )
     side_files = side_of(source)
     launch = _launch(decided, args, side_files)
-    files = [*tensor_files, *_launch_files(decided, launch), *bridge_files(decided)]
+    for_bridge = beside.run_config if beside else bridge_files(decided)
+    files = [*tensor_files, *_launch_files(decided, launch), *for_bridge]
     more, carried_files = carried.lay_out(carried.of(moved.layout), target.max_shard_size)
+    if beside:
+        moved, layout = beside.placed(layout)
+        decided = structs.replace(decided, moved=moved)
     layout = carried.joined(replace(layout, files=[file.path for file in files]), more)
     side = _checked_side(source, SideFiles(destination.root, side_files, carried_files))
     joined = join(moved.layout, layout)
@@ -97,6 +122,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
     common = hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest()
     flags = launch.flags if decided.has_args else {}
     facts = _facts(decided, joined, common, flags, MAPPING in side.files)
+    facts |= {"adapter": beside.facts} if beside else {}
     root = _side_root(source)
     return PlanData(
         moved,

@@ -39,7 +39,7 @@ _NAMES = (
         "Tensors named `adapter` are those of a LoRA in Megatron, and `to_wrap` are the weights to"
         " which it is added: `mckpt megatron-to-hf SRC DST` writes the adapter as a directory of"
         " PEFT, and with --merge the weights with the adapter; `mckpt adapter` reshards and merges"
-        " adapters that were saved without the weights, and `mckpt verify --adapter PEFT_DIR` runs"
+        " adapters, with or without weights beside them, and `mckpt verify --adapter PEFT_DIR` runs"
         " them beside the weights.",
     ),
     (

@@ -137,8 +137,9 @@ def verify(
     tp, pp, vpp, ep, etp: sizes of the run; None means those of the checkpoint for `torch` files,
         else 1. cp: context-parallel size.
     adapter: a directory of PEFT. The checkpoint must have the weights of `hf` with this adapter
-        merged, or must be this adapter alone, as Megatron-Bridge saves it. transformers also runs
-        with the adapter beside the weights, and in the second case Megatron-Core does.
+        merged, or this adapter beside its weights, or must be this adapter alone, as
+        Megatron-Bridge saves it. transformers also runs with the adapter beside the weights, and so
+        does Megatron-Core if the checkpoint has adapters.
     alpha: that of a checkpoint of adapters alone that does not state it.
     sequences, length: number of random sequences, and tokens in each. tokens: a file of more.
     keep: a directory for the arrays of both sides, which are removed otherwise.
@@ -207,7 +208,7 @@ def verify_all(
 def _adapters(
     left: Checkpoint, path: str | Path, options: Options, stack: ExitStack
 ) -> _Adapters | None:
-    """Returns the adapters in a Megatron checkpoint that has no weights; None if it has weights.
+    """Returns the adapters in a Megatron checkpoint; None if it has none.
 
     stack: keeps the adapters as a directory of PEFT until it is closed.
     """
@@ -218,20 +219,19 @@ def _adapters(
     if not files.is_megatron or not has_adapter(files.opened.keys()):
         return None
     source, names = of_megatron(path, known, options.alpha)
-    if source.base is not None:
-        raise UsageError(
-            f"{path}: has weights beside its adapters; write whole weights with `mckpt"
-            f" megatron-to-hf {path} DST --merge`, and verify their conversion"
-        )
     return _Adapters(source, names, stack.enter_context(converting.as_peft(source)))
 
 
 class _Adapters(NamedTuple):
-    """The adapters of a Megatron checkpoint without weights."""
+    """The adapters of a Megatron checkpoint."""
 
     source: AdapterCheckpoint
     names: AdapterNames
     peft: PeftAdapter  # the same adapters
+
+    def weights(self, left: Checkpoint) -> Checkpoint:
+        """Returns the weights beside the adapters; those of the base if there are none."""
+        return self.source.base or replace(left, merging=None)
 
     def run(self, parallel: Parallel, work: Path, name: str, options: Options) -> dict[str, Any]:
         """Returns the adapter of a job of the trainer, which reads torch_dist.
@@ -262,15 +262,14 @@ def _verify(
 ) -> list[Verdict]:
     """Returns the verdict on each checkpoint.
 
-    beside: the adapters of each, None if it has weights.
+    beside: the adapters of each, None if it has none.
     """
     if options.level == "bytes":
         options.tell("comparing all stored values")
-        plain = replace(left, merging=None)
         return [
             _bytes(
                 left,
-                merging.merge(plain, found.peft)
+                merging.merge(found.weights(left), found.peft)
                 if (found := beside[str(path)])
                 else Checkpoint.open(path, _known(left, options)),
             )
@@ -279,11 +278,11 @@ def _verify(
     if any(beside.values()):
         if not all(beside.values()):
             raise UsageError(
-                "checkpoints that are verified together must all have weights, or adapters alone"
+                "checkpoints that are verified together must all have adapters, or none"
             )
         if options.level == "train" or options.transformer_impl == "transformer_engine":
             raise UsageError(
-                "a checkpoint of adapters alone runs at --level forward and with"
+                "a checkpoint with adapters runs at --level forward and with"
                 " --transformer-impl local only"
             )
         options = replace(options, transformer_impl="local")
@@ -507,10 +506,14 @@ class _Subject:
         if adapters is not None:
             wanted = Parallel().with_(**{k: getattr(options, k) for k in SIZES})
             self.adapter = adapters.run(wanted, work, name, options)
-            options.tell("writing the weights of HF for Megatron-Core into a temporary directory")
+            weights = adapters.weights(left)
+            options.tell(
+                f"writing the weights of {weights.path} for Megatron-Core into a temporary"
+                " directory"
+            )
             self.run_path = work / f"{name}.base"
             target = TargetOptions(parallel=wanted, dialect=adapters.source.model.mapping.name)
-            base = planning.make_plan(replace(left, merging=None), self.run_path, target)
+            base = planning.make_plan(weights, self.run_path, target)
             base.run(checksum="none")
         right = Checkpoint.open(self.run_path, _known(left, options))
         if adapters is not None:

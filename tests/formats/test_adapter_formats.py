@@ -30,6 +30,7 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.values import adding
 from tests.helpers import lora
 from tests.helpers.commands import Pt, edit_json, good, refused
+from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import FIXTURES, TinyModel, unpack
 from tests.unit.test_adapters import made
 from tests.unit.test_dora import adapter_of, expect_merged
@@ -309,6 +310,44 @@ def test_weights_beside_their_adapters(tmp_path: Path) -> None:
     good("megatron-to-hf", tmp_path / "base", tmp_path / "whole", "--merge", "--alpha", 12)
     good("adapter", "merge", QWEN3, ADAPTER, tmp_path / "merged")
     good("diff", tmp_path / "merged", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", ["block", "canonical"])
+def test_an_adapter_is_written_beside_the_weights(layout: str, tmp_path: Path) -> None:
+    convert = ("hf-to-megatron", QWEN3, tmp_path / "a", "--adapter", ADAPTER)
+    refused(2, "Give --layout canonical", args=convert, untouched=tmp_path / "a")
+    convert = (*convert, "--layout", layout, "--tp", 2)
+    assert "filled factors and padding of the vocabulary" in good(*convert, "--dry-run").out
+    good(*convert, "--pp", 2)
+    torch = ("--target-tp", 1, "--target-pp", 1, "--target-format", "torch")
+    good("adapter", "reshard", tmp_path / "a", tmp_path / "b", *torch)
+    good("adapter", "merge", QWEN3, ADAPTER, tmp_path / "merged")
+    good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "alone", "--layout", layout)
+    for place in (tmp_path / "a", tmp_path / "b"):
+        assert "sound" in good("check", place).out
+        good("diff", tmp_path / "a", place)
+        assert (
+            "56 tensors equal, 0 differ, 47 missing" in run("diff", place, tmp_path / "alone").out
+        )
+        whole = place.with_suffix(".whole")
+        good("megatron-to-hf", place, whole, "--merge")
+        good("diff", tmp_path / "merged", whole)
+        good("megatron-to-hf", place, place.with_suffix(".peft"))
+        assert lora.same(place.with_suffix(".peft"), ADAPTER)
+        verdict = ("verify", QWEN3, place, "--adapter", ADAPTER, "--level", "bytes")
+        assert "PASS" in good(*verdict).out
+    edit_json(tmp_path / "b/release/mckpt.json", lambda found: found["adapter"].update(alpha=99))
+    other = run("diff", tmp_path / "a", tmp_path / "b")
+    assert (other.code, "adapters: alpha / rank" in other.out) == (1, True)
+    assert mckpt.diff(tmp_path / "a", tmp_path / "b").changed[0].what == "alpha / rank"
+
+
+def test_options_of_an_adapter_that_is_not_written(tmp_path: Path) -> None:
+    convert = ("hf-to-megatron", QWEN3, tmp_path / "a")
+    refused(2, "--layout block: no adapter is written", args=(*convert, "--layout", "block"))
+    merge = ("--adapter", ADAPTER, "--merge")
+    refused(2, "no adapter is written", args=(*convert, *merge, "--layout", "block"))
+    refused(2, "give --adapter DIR as well", args=(*convert, "--merge"))
 
 
 def test_a_merge_of_adapters_of_megatron_is_found_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ results stand behind the arrow:
     trained  fully_reshardable or dp_reshardable: Adam makes a step, and its state is saved in this
              form; with `load`, Megatron-Core first loads the state of the checkpoint
     load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it
+    whole    with `load`: the checkpoint has the weights too, and they are loaded as well
 
 out_dir/NAME.json: ok, error {"0": traceback of the first rank}.
 """
@@ -127,7 +128,10 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
             fill(model, sizes)
             optimizer = optimizer_of(model)
             load_optimizer(model, optimizer, path.parent)
-        load_peft_adapter_checkpoint(model, path.parent, peft)
+        if case.get("whole"):
+            load_whole(model, path.parent)
+        else:
+            load_peft_adapter_checkpoint(model, path.parent, peft)
     else:
         fill(model, sizes)
         optimizer = optimizer_of(model) if "trained" in case else None
@@ -195,6 +199,29 @@ def optimizer_of(model: list[Any]) -> Any:
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), wrapped)
         optimizer.step()
     return optimizer
+
+
+def load_whole(model: list[Any], directory: Path) -> None:
+    """Loads the weights and the adapter of a checkpoint into wrapped modules. Fails if a tensor of
+    either side is left over or a parameter gets no value.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    metadata = dist_checkpointing.load_content_metadata(str(directory))
+    for number, chunk in enumerate(model):
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+        state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata)}
+        loaded, *left = dist_checkpointing.load(
+            state, str(directory), strict=StrictHandling.RETURN_ALL
+        )
+        left = [key for keys in left for key in keys if not key.endswith("._extra_state")]
+        assert not left, left
+        for name, parameter in chunk.named_parameters():
+            parameter.data.copy_(loaded[f"model{number}"][name.replace(".to_wrap.", ".")])
+        empty = [name for name, one in chunk.named_parameters() if one.isnan().any()]
+        assert not empty, empty
 
 
 def load_optimizer(model: list[Any], optimizer: Any, directory: Path) -> None:

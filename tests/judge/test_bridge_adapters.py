@@ -87,6 +87,8 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
         {"ep": 2},
     ),
     "dora": ("llama", (*ATTENTION, *MLP), "fused", {}),
+    "beside the weights": ("llama", (*ATTENTION, *MLP), "fused", {"tp": 2}),
+    "beside experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
 }
 EXPORT_IS_WRONG = ("dora",)  # Megatron-Bridge 0.6.2 leaves out the magnitudes
 
@@ -127,13 +129,18 @@ def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
     for name, (model, _, layout, sizes) in WRITTEN.items():
         base, adapter, out = bases(model), work / "peft" / name, work / "written" / name
         write(base, adapter, name)
-        good("adapter", "to-megatron", adapter, base, out, "--layout", layout, "--dialect", "gpt")
+        how, whole = ("--layout", layout, "--dialect", "gpt"), name.startswith("beside")
+        if whole:
+            good("hf-to-megatron", base, out, "--adapter", adapter, *how)
+        else:
+            good("adapter", "to-megatron", adapter, base, out, *how)
         cases.append(
             {
                 "name": f"written {name}",
                 "source": str(base),
                 "sizes": sizes,
                 "load": str(out),
+                "whole": whole,
                 "export": str(work / "loaded" / name),
                 **tokens(model, sizes),
             }
