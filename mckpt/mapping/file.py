@@ -328,10 +328,11 @@ class MappingFile(Struct, frozen=True):
             return dims[name]
 
         scope = LazyScope(resolve, config=config)
-        if self.architectures:
+        if config:
             from mckpt.mapping import lists
 
-            if wrong := list(lists.problems(config, scope)):
+            kind = "config" if self.architectures else "args"
+            if wrong := list(lists.problems(kind, config, scope)):
                 raise MappingError.of(
                     f"{source} is damaged, or of a model that {self.path.name} does not know:",
                     wrong,

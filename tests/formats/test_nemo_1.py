@@ -196,6 +196,7 @@ def test_an_archive_that_changes_while_it_is_read_is_an_error(whole: Path, tmp_p
         ({"mcore_customization_config": {"new_decoder_architecture": 1}}, ("customization",)),
         ({"apply_embedding_scaling": True}, ("apply_embedding_scaling is True",)),
         ({"some_new_layer": 7.5}, ("some_new_layer",)),
+        ({"window_size": [7]}, ("window_size has 1 item, and it must have 2",)),
     ],
 )
 def test_a_model_that_the_mapping_does_not_know_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
+from mckpt.formats.megatron.run_config import restated
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.inert import is_inert
 from tests.helpers import tiny
-from tests.helpers.commands import PT, Pt, as_trained, restate
+from tests.helpers.commands import PT, Pt, as_trained, refused, restate
 from tests.helpers.tiny import TinyModel
 
 
@@ -257,6 +259,27 @@ def test_no_part_of_a_model_is_called_inert() -> None:
             keys = {key for dim in file.dims.values() for key in dim.keys}
             keys -= {"heterogeneous_layers_config_path"}  # written, and its value is not read
             assert not [key for key in keys if is_inert(f"my_{key}")]
+
+
+@pytest.mark.parametrize("run_config", [False, True])
+def test_a_damaged_list_is_refused_before_anything_is_written(
+    run_config: bool, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run, change = tmp_path / "run", {"moe_layer_freq": [1]}
+    if run_config:
+        mckpt.plan(tiny_model("qwen3-moe"), run, run_config=True).run()
+        path = run / "release" / "run_config.yaml"
+        path.write_bytes(restated(path, change, {}))
+        common = Pt(path.with_name("common.pt"))
+        del common.value["args"]
+        common.save()
+        shutil.rmtree(run / "hf")
+        (path.parent / "mckpt.json").unlink()
+    else:
+        as_trained(tiny_model("qwen3-moe"), run, lambda args: args.update(change))
+    words = ("moe_layer_freq has 1 item, and num_layers is 4", "another checkpoint of the run")
+    refused(4, *words, args=("megatron-to-hf", run, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])

@@ -415,6 +415,54 @@ def test_a_list_of_a_wrong_length_is_one_error(name: str, key: str, value: Any, 
     assert str(raised.value).count("\n") == 1
 
 
+# (dialect or form of run_config.yaml, model, list of the args)
+ARGS = [
+    ("gpt", "glm-4.7-flash", "moe_layer_freq"),
+    ("gpt", "qwen3-next-80b-a3b", "linear_attention_freq"),
+    ("gpt", "gpt-oss-20b", "window_attn_skip_freq"),
+    ("gpt", "gpt-oss-20b", "window_size"),
+    ("gpt", "smollm3-3b", "no_rope_freq"),
+    ("hybrid", "smollm3-3b", "no_rope_freq"),
+    ("gpt", NEMOTRON, "heterogeneous_layers_config_encoded_json"),
+    ("bridge", "glm-4.7-flash", "moe_layer_freq"),
+    ("bridge_models", "gemma-3-1b", "rotary_base"),
+    ("bridge_models", "gemma-3-1b", "interleaved_attn_pattern"),
+    ("bridge_models", "mimo-v2-flash", "hybrid_attention_pattern"),
+    ("bridge_models", "mimo-v2-flash", "moe_layer_freq"),
+]
+# values that none of these lists has; * stands for a list of the right length
+DAMAGED: tuple[Any, ...] = (
+    *("x", "[1]", "[" * 5000, '{"block_configs": 3}', '{"block_configs": [3]}', -1, True, {"a": 1}),
+    *([1], [0] * 500, ["*", "1"], ["*", [1]], ["*", None], ["*", float("nan")], ["*", -1.5]),
+)
+
+
+@pytest.mark.parametrize(("file", "name", "key"), ARGS)
+def test_a_damaged_list_in_the_args_is_one_error(file: str, name: str, key: str) -> None:
+    config = json.loads((FIXTURES / "configs" / f"{name}.json").read_text())
+    dims = mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+    mapped = mapping.load("megatron" if file in mapping.names("megatron") else "run_config", file)
+    args = mapped.write(dims)
+    assert mapping.equal(mapped.read(args, dims), {**dims})
+    length = len(args[key])
+    for value in DAMAGED:
+        if isinstance(value, list) and value[0] == "*":
+            value = value[1:] * length
+        with pytest.raises(MappingError, match=f"args of x(?s:.*)({key}|rope_theta)") as raised:
+            mapped.read({**args, key: value}, {}, "args of x")
+        # two dims come from the same list of numbers, each with limits of its own
+        assert str(raised.value).count("\n") <= 1 + (key == "rotary_base")
+        assert "internal error" not in str(raised.value)
+
+
+def test_a_list_that_megatron_does_not_read_is_not_judged() -> None:
+    config = json.loads((FIXTURES / "configs" / "qwen3-8b.json").read_text())
+    dims = mapping.load("hf", "qwen3").read(config)
+    gpt = mapping.load("megatron", "gpt")
+    unread = {"moe_layer_freq": [1, 0], "window_attn_skip_freq": 0, "linear_attention_freq": "x"}
+    assert mapping.equal(gpt.read({**gpt.write(dims), **unread}, {}), dims)
+
+
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
