@@ -188,6 +188,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 given = ", ".join(f"{name} {value!r}" for name, value in dims.items())
                 error = e.with_hint(
                     f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
+                    + " --no-mtp leaves out the layers of multi-token prediction."
+                    * ("mtp_layers" in dims)
                 )
             raise self.model.with_hint(error) from None
 

@@ -121,6 +121,9 @@ def test_a_stream_may_have_the_layers_that_are_left_out(work: Path, tmp_path: Pa
 def test_a_setting_that_would_leave_them_out_names_the_option(work: Path, tmp_path: Path) -> None:
     line = ("plan", work / "hf", tmp_path / "out", "--set", "mtp_layers=0")
     refused(4, "the tensors agree with it", "--no-mtp leaves out", args=line)
+    good("hf-to-megatron", work / "hf", tmp_path / "ckpt", "--format", "torch")
+    line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "hf", "--set", "mtp_layers=0")
+    refused(5, "is in no rule of gpt.yaml", "--no-mtp leaves out", args=line)
 
 
 @pytest.mark.parametrize("described", [True, False])

@@ -178,6 +178,9 @@ BRIDGED: dict[str, dict[str, float]] = {
     "gemma": {},
     "llama-rope-scaled": {"factor": 32.0},
 }
+# A model with a linear rope that Megatron-Bridge computes as a HybridModel too. It has no names of
+# Hugging Face for it.
+HYBRID = "llama_linear"
 # DeepSeek-V3's files have a second copy of these, which Megatron-Bridge does not export.
 COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight: not exported"
 
@@ -189,7 +192,9 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
     loads = any(
         item.name.startswith("test_megatron_bridge_loads") for item in request.session.items
     )
-    return [case for case in CASES if case in cases or (loads and case in {*LOADED, *BRIDGED})]
+    return [
+        case for case in CASES if case in cases or (loads and case in {*LOADED, *BRIDGED, HYBRID})
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -316,20 +321,25 @@ def test_megatron_bridge_loads_what_mckpt_writes(
         assert not list(root.rglob("megatron_args.sh"))
         entry = {"name": f"{case}-bridged", "source": str(source), "checkpoint": str(root)}
         cases.append({**entry, "forward": True})
+    root = work / "for-bridge" / "hybrid"
+    convert(sources / HYBRID, root, "hybrid", run_config=True)
+    entry = {"name": f"{HYBRID}-hybrid", "source": str(sources / HYBRID), "checkpoint": str(root)}
+    cases.append({**entry, "forward": True, "exported": False})
     for entry in cases:
         entry["checkpoint"] = str(next(Path(entry["checkpoint"]).rglob(RUN_CONFIG)).parent)
     results = judge(cases, 1, work / "loaded", fake_te=True, program="bridge.py", python=PYTHON)
     for name, result in results.items():
         assert result["ok"], (name, result["error"])
         differ = [text for text in result["differ"] if not re.fullmatch(COPIES, text)]
-        assert not differ and result["equal"] >= 30, (name, differ, result["equal"])
+        hybrid = name == f"{HYBRID}-hybrid"
+        assert not differ and (hybrid or result["equal"] >= 30), (name, differ, result["equal"])
         assert result["step"] == 0 and not result["unloaded"], (name, result["unloaded"])
         if "difference" in result:
             difference, largest = result["difference"], result["largest"]
             assert difference < limit(np.float32(largest)), (name, difference)
-            case = name.removesuffix("-bridged")
-            sizes = str(LOADED[case] if case == name else Parallel(tp=2))
-            dialect = dialect_for(case, ())
+            case = name.removesuffix("-bridged").removesuffix("-hybrid")
+            sizes = str(LOADED[case] if case == name else Parallel(tp=1 if hybrid else 2))
+            dialect = "hybrid" if hybrid else dialect_for(case, ())
             core = version_of_megatron_core()
             record(FORWARD, case, "torch_dist", sizes, difference, largest, dialect, core)
 
