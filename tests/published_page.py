@@ -28,7 +28,9 @@ repository on the Hugging Face Hub and the names and shapes of its tensors, and 
 each tensor. The columns GPTModel and HybridModel name the options that the plan needs. *yes* means
 none, *no* that this model of Megatron-Core lacks such layers, and *other* that the model has a
 dialect of its own. Layers of multi-token prediction are not among these tensors, because
-transformers saves none.
+transformers saves none. The elements of the tensors are as many as the publisher states
+(parameters), within its rounding or 1 %. Where a row names more repositories, their models have the
+same tensors and need the same options.
 """
 END = """
 `tests/published_page.py` wrote this page.
@@ -59,8 +61,10 @@ def page() -> str:
         dims = family.read(config)
         sizes = [f"{dims[key]:,}" for key in ("num_layers", "hidden_size", "num_experts")]
         needed = [options(name, dialect) for dialect in ("gpt", "hybrid")]
-        rows.append([name, f"`{REPOSITORIES[name]}`", family.name, *sizes, *needed])
-    head = ["model", "repository", "family", "layers", "width", "experts"]
+        facts = REPOSITORIES[name]
+        repositories = ", ".join(f"`{r}`" for r in (facts["repository"], *facts.get("also", ())))
+        rows.append([name, repositories, family.name, facts["parameters"] or "-", *sizes, *needed])
+    head = ["model", "repository", "family", "parameters", "layers", "width", "experts"]
     head += ["GPTModel", "HybridModel"]
     return HEAD + table(head, rows) + END
 

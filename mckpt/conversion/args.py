@@ -263,7 +263,8 @@ def _bridge_mapping_file(decided: Decided) -> MappingFile:
     file = run_config.mapping_file(dialect)
     if file is None:
         raise UsageError(
-            f"mckpt cannot describe the dialect {dialect.name} there; give --dialect gpt or hybrid"
+            f"mckpt cannot describe the dialect {dialect.name} there, as it can gpt and hybrid;"
+            " leave out --run-config"
         )
     impl = decided.names.choices["transformer_impl"]
     if impl != "transformer_engine":

@@ -223,7 +223,7 @@ def _fp8(how: dict[str, Any], keys: Iterable[str]) -> Quantisation:
     vLLM's form has `weight_scale` and `input_scale`, transformers' form has `weight_scale_inv` and
     `activation_scale`.
     """
-    if how.get("fmt", "e4m3") != "e4m3":
+    if how.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):  # MiniMax-M2 has torch's name
         return Quantisation(refused=READ)
     dtypes = (*FLOATS, *E8M0) if how.get("scale_fmt") == "ue8m0" else FLOATS
     beside = _beside(".activation_scale", ".input_scale")

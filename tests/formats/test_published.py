@@ -8,7 +8,9 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +35,7 @@ PAIRS = [
 ]
 
 
-PLANS_S = 60  # of processor time for all plans; 21 s on a loaded machine with two cores
+PLANS_S = 60  # of processor time for all plans; 25 s on a loaded machine with two cores
 spent: list[float] = []  # seconds of processor time for each plan
 
 
@@ -47,12 +49,22 @@ def models(request: pytest.FixtureRequest, work: Path) -> Iterator[published.Wri
     writing.end()
 
 
-def first_bytes(path: Path) -> dict[str, int]:
-    """Returns the place in a safetensors file at which each tensor begins."""
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the header of a safetensors file, and the byte at which its data begins."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {name: 8 + length + tensor["data_offsets"][0] for name, tensor in header.items()}
+        return json.loads(file.read(length)), 8 + length
+
+
+def assert_published(parameters: str, elements: int) -> None:
+    """Fails if a model has other than the published number of parameters, such as 8.03B. One unit
+    of the last digit or 1 % is allowed, and at most 3 %: some publishers do not round but cut.
+    """
+    number, power = parameters[:-1], {"M": 10**6, "B": 10**9, "T": 10**12}[parameters[-1]]
+    unit = power / 10 ** len(number.partition(".")[2])
+    stated = float(number) * power
+    allowed = min(max(unit, stated / 100), 3 * stated / 100)
+    assert abs(elements - stated) <= allowed, f"{elements:,} elements"
 
 
 @pytest.mark.parametrize(("name", "dialect"), PAIRS)
@@ -76,8 +88,11 @@ def test_every_tensor_of_a_published_model_has_a_place(
     )
     copied = set(plan.joined.copies["src_at"].tolist())
     spent.append(time.process_time() - start)
-    starts = first_bytes(model / "model.safetensors")
+    header, start_of_data = header_of(model / "model.safetensors")
+    starts = {key: start_of_data + tensor["data_offsets"][0] for key, tensor in header.items()}
     assert not [tensor for tensor, at in starts.items() if at not in copied]
+    if parameters := REPOSITORIES[name]["parameters"]:
+        assert_published(parameters, sum(prod(tensor["shape"]) for tensor in header.values()))
 
 
 def test_the_plans_of_all_of_them_take_less_than_a_minute() -> None:
@@ -86,8 +101,9 @@ def test_the_plans_of_all_of_them_take_less_than_a_minute() -> None:
 
 def test_each_config_has_its_repository() -> None:
     assert sorted(REPOSITORIES) == list(NAMES)
-    for name, repository in REPOSITORIES.items():
-        assert re.fullmatch(r"[\w.-]+/[\w.-]+", repository), name
+    for name, facts in REPOSITORIES.items():
+        for repository in (facts["repository"], *facts.get("also", ())):
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+", repository), name
 
 
 def test_the_page_of_published_models_is_that_of_the_configs() -> None:

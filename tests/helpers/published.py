@@ -29,13 +29,18 @@ from tests.helpers.tiny import class_of
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
-# name -> the repository on the Hub that has this config.json
-REPOSITORIES: dict[str, str] = yaml.safe_load((CONFIGS / "repositories.yaml").read_text())
+REPOSITORIES: dict[str, dict[str, Any]] = yaml.safe_load(
+    (CONFIGS / "repositories.yaml").read_text()
+)
 # the dialects of a model that has others than gpt and hybrid
 DIALECTS = {
     "flan-t5-base": ("t5",),
     "megatron-bert-cased-345m": ("bert",),
-    **dict.fromkeys(("gemma-2-2b", "gemma-3-1b", "mimo-v2-flash"), ("bridge",)),
+    **dict.fromkeys(
+        ("exaone-4.0-1.2b", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b"), ("bridge",)
+    ),
+    **dict.fromkeys(("mimo-v2-flash", "minimax-m2.5", "olmoe-1b-7b"), ("bridge",)),
+    "falcon-h1-0.5b": ("parallel_mamba",),
     "mt5-small": ("t5",),
 }
 SCOUT = ("attn_chunk", "attn_temperature", "rope_high_freq_factor", "qk_l2_norm", "rope_factor")
@@ -52,8 +57,8 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("deepseek-v3.2", "gpt"): ("mtp_layers",),
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5.2", "gpt"): ("mtp_layers", "norm_eps"),
-    **{(name, "bridge"): ("norm_eps",) for name in ("gemma-2-2b", "gemma-3-1b")},
-    **{("gemma-2b", dialect): ("activation",) for dialect in ("gpt", "hybrid")},
+    **{(name, "bridge"): ("norm_eps",) for name in DIALECTS if name.startswith("gemma")},
+    **{(f"gemma-{n}b", d): ("activation",) for n in (2, 7) for d in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-3b-a800m", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
     ("granite-4.0-h-small", "hybrid"): ("residual_scale",),
@@ -77,7 +82,9 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
     ("hunyuan-a13b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-a13b", "hybrid"): ("qk_norm_after_rope",),
-    **{("kimi-k2.5", dialect): ("norm_eps",) for dialect in ("gpt", "hybrid")},
+    **{(f"kimi-k2{n}", d): ("norm_eps",) for n in (".5", "-thinking") for d in ("gpt", "hybrid")},
+    ("llama-4-maverick", "gpt"): ("attn_chunk", "attn_temperature"),
+    ("llama-4-maverick", "hybrid"): ("attn_chunk", "attn_temperature", "rope_interleaved"),
     ("kimi-k2", "gpt"): ("rope_beta_fast",),
     ("kimi-k2", "hybrid"): ("rope_beta_fast",),
     ("llama-3.1-8b", "hybrid"): ("rope_type", "rope_factor"),
@@ -108,6 +115,8 @@ UNLOADABLE = {
     ("mamba-codestral-7b", "gpt"),
     ("nemotron-3-nano-30b-a3b", "gpt"),
     ("nemotron-3-super-120b-a12b", "gpt"),
+    ("nemotron-3-ultra-550b-a55b", "gpt"),
+    ("nemotron-h-56b", "gpt"),
     ("nemotron-h-8b", "gpt"),
     ("nemotron-nano-9b-v2", "gpt"),
 }
@@ -115,7 +124,11 @@ UNLOADABLE = {
 UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18", "sarvam-105b": "0.18"}
 # the tensor-parallel size of a plan, where 2 is too many: one group, experts with biases, 9 heads
 TP = dict.fromkeys(
-    ("bamba-9b", "gemma-3-1b", "gpt-oss-20b", "granite-4.0-h-small", "smollm2-135m"), 1
+    (
+        *("bamba-9b", "falcon-h1-0.5b", "gemma-3-1b", "gpt-oss-20b", "gpt-oss-120b"),
+        *("granite-4.0-h-small", "minimax-m2.5", "olmoe-1b-7b", "smollm2-135m"),
+    ),
+    1,
 )
 # model -> the case of fixtures/families that has its names, where transformers saves others
 AS_CASE = {"kimi-k2.5": "kimi_k25"}

@@ -488,3 +488,11 @@ def test_a_damaged_layer_of_llama_nemotron_is_one_error(
     with pytest.raises(MappingError, match=re.escape(words)) as raised:
         mapping.load("hf", "llama_nemotron").read(config)
     assert str(raised.value).count("\n") == 1
+
+
+def test_a_largest_time_step_beyond_float32_limits_nothing() -> None:
+    config = json.loads((FIXTURES / "configs" / "nemotron-h-8b.json").read_text())
+    family = mapping.load("hf", "nemotron_h")
+    family.read(config | {"time_step_limit": [0.0, 1e308]})
+    with pytest.raises(MappingError, match="no largest time step"):
+        family.read(config | {"time_step_limit": [0.0, 0.5]})
