@@ -382,7 +382,7 @@ def holes(layout: Layout) -> list[str]:
         cut = (name, tuple(numbers))
         if cut not in faults:
             pieces = [p for i in numbers for p in layout.stored[i].pieces if p.tensor == name]
-            faults[cut] = tiles([p.box for p in pieces], layout.shapes[name])
+            faults[cut] = tiles([p.box for p in pieces if not p.copy], layout.shapes[name])
         if faults[cut]:
             out.append(f"{name.format(layer=layer, expert=expert)}: {faults[cut]}")
     return out

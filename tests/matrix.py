@@ -76,7 +76,8 @@ it cannot load latent attention without a latent of the queries (`deepseek-v3-pl
 
 The dialect tells which model of Megatron-Core loads the checkpoint: `gpt` GPTModel, `hybrid`
 HybridModel (mckpt writes it with `--dialect hybrid`), `bert` BertModel, and `t5` T5Model; `bridge`
-is a GPTModel with layers of Megatron-Bridge's own, and `parallel_mamba` its FalconH1Model.
+and `bridge_gemma4` are a GPTModel with layers of Megatron-Bridge's own, and `parallel_mamba` is its
+FalconH1Model.
 """
 SIZES = """
 ## The parallel sizes

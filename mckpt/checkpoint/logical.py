@@ -197,7 +197,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             row_of = {pair: i for i, pair in enumerate(pairs)}
             for template in dict.fromkeys(p.tensor for p in s.pieces):
                 self._stored.setdefault(template, []).append(
-                    (s, [p for p in s.pieces if p.tensor == template], row_of)
+                    (s, [p for p in s.pieces if p.tensor == template and not p.copy], row_of)
                 )
                 rows += [(layer, template, expert) for layer, expert in pairs]
         for layer, template, expert in sorted(set(rows)):

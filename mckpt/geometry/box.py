@@ -40,6 +40,7 @@ class Piece(NamedTuple):
     start: int
     strides: tuple[int, ...]
     offset: float = 0.0  # the buffer holds the logical values plus this number
+    copy: bool = False  # another piece of the buffer holds the same box; written and not read
 
 
 class Move(NamedTuple):

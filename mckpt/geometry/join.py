@@ -135,10 +135,13 @@ def join(source: Layout, target: Layout) -> Joined:
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
                 held: list[tuple[list[Piece], int | None, int]] = []
-                for i in (i for i in s.added if s.pieces[i].tensor == name):
+                for i in (
+                    i for i in s.added if s.pieces[i].tensor == name and not s.pieces[i].copy
+                ):
                     held.append(([s.pieces[i]], sum(map(len, grids)), s.added[i].shape[1]))
                     grids.append(s.added[i].reshape(-1, adding.WIDTH))
-                if plain := [p for i, p in enumerate(s.pieces) if p in pieces and i not in s.added]:
+                read = [p for p in pieces if not p.copy]
+                if plain := [p for i, p in enumerate(s.pieces) if p in read and i not in s.added]:
                     held.append((plain, first, 1))
                 for some, start, each_has in held:
                     holders.setdefault(name, []).append((s, some, row_of, start, each_has))
@@ -275,6 +278,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
                     for (_, pieces), has in zip(owners, way, strict=True)
                     if has
                     for p in pieces
+                    if not p.copy
                 ]
                 if wrong := tiles(boxes, layout.shapes[name]):
                     problems.append(

@@ -182,7 +182,7 @@ def buffer(
     """Returns the shape and the pieces of a buffer that stacks `boxes` of the packed tensor.
 
     boxes: stacked along axis 0.
-    names: logical names of the members.
+    names: logical names of the members. A name that comes again is a further copy.
     transposed: the buffer stores the transpose of the stack.
     """
     shape = (sum(b.shape[0] for b in boxes), *boxes[0].shape[1:])
@@ -190,6 +190,7 @@ def buffer(
     pieces, above = [], 0
     for region in boxes:
         for member, box, at, step in packed.placed:
+            copy = names[member] in names[:member]
             if step != 1:
                 if region.shape[1:] != packed.shape[1:]:
                     raise PackingError("a tensor whose rows take turns cannot be cut in columns")
@@ -201,7 +202,7 @@ def buffer(
                     start = (low * step - skipped + above) * strides[0]
                     rows = Box((box.offset[0] + low, *box.offset[1:]), (high - low, *box.shape[1:]))
                     stepped = (step * strides[0], *strides[1:])
-                    pieces.append(Piece(names[member], rows, start, stepped))
+                    pieces.append(Piece(names[member], rows, start, stepped, copy=copy))
                 continue
             hit = overlap(Box(at, box.shape), region)
             if hit is None:
@@ -211,6 +212,6 @@ def buffer(
             place[0] += above
             start = sum(p * s for p, s in zip(place, strides, strict=True))
             part = Box(inner, hit.shape)
-            pieces.append(Piece(names[member], part, start, strides, packed.offset))
+            pieces.append(Piece(names[member], part, start, strides, packed.offset, copy))
         above += region.shape[0]
     return (shape[::-1] if transposed else shape), tuple(pieces)

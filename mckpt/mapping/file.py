@@ -249,7 +249,7 @@ class MappingFile(Struct, frozen=True):
                 where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
                 bound = Bound(rule, *where, len(decoder))
                 out += _of_one_shape(bound, sizes) if len(set(sizes)) > 1 else [bound]
-        return out
+        return _stacks(out, len(decoder))
 
     def without_mtp(self, dims: Mapping[str, Any]) -> MappingFile:
         """Returns this file as it reads a model without its layers of multi-token prediction, whose
@@ -585,6 +585,18 @@ class MappingFile(Struct, frozen=True):
         }
         flat = {**{k: v for k, v in config.items() if k not in objects}, **inner}
         return {k: v for k, v in flat.items() if k not in read and v not in (None, False, [], {})}
+
+
+def _stacks(bound: list[Bound], num_layers: int) -> list[Bound]:
+    """Returns the rules, each with the layers that its stored tensor holds where these are not all:
+    those for which a rule has the key.
+    """
+    held: dict[str, set[int]] = {}
+    for b in bound:
+        if "layer" in b.rule.stacked() and not b.rule.encoder:
+            held.setdefault(b.rule.key, set()).update(b.layers.tolist())
+    some = {key: tuple(sorted(layers)) for key, layers in held.items() if len(layers) < num_layers}
+    return [b._replace(stack=some.get(b.rule.key, ())) if some else b for b in bound]
 
 
 def _of_one_shape(b: Bound, sizes: list[tuple[int, ...]]) -> list[Bound]:

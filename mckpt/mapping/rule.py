@@ -75,6 +75,8 @@ class Bound(NamedTuple):
     experts: np.ndarray
     numbers: np.ndarray  # of each layer: the number that stands for it in the key
     num_layers: int  # of the decoder
+    # the layers that one stored tensor holds, in the order of its axis; empty: all of them
+    stack: tuple[int, ...] = ()
 
     def key(self, number: int, expert: int = 0) -> str:
         """Returns the key of the tensor of the layer with this number."""
@@ -108,9 +110,13 @@ class Bound(NamedTuple):
 
     def axes(self, scope: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the sizes of the axes that `Rule.stacked` names."""
-        layers = scope["encoder_layers" if self.rule.encoder else "num_layers"]
-        size = {"layer": layers, "expert": scope["num_experts"]}
+        every = scope["encoder_layers" if self.rule.encoder else "num_layers"]
+        size = {"layer": len(self.stack) or every, "expert": scope["num_experts"]}
         return tuple(size[index] for index in self.rule.stacked())
+
+    def places(self, layers: np.ndarray) -> np.ndarray:
+        """Returns the places of some layers on the axis of a tensor that holds several."""
+        return np.searchsorted(self.stack, layers) if self.stack else layers
 
 
 _INDEX = re.compile(r"\{(\w+)\}")

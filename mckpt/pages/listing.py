@@ -120,6 +120,8 @@ class Numbering:
         return [s.key.format(layer=n, expert=e, mtp=m) for n, e, m in rows]
 
     def _numbers(self, b: Bound) -> np.ndarray:
+        if b.stack:  # the place in the tensor
+            return b.places(b.layers)
         if not self.local:
             return b.numbers
         if b.rule.mtp or b.rule.encoder:

@@ -49,6 +49,7 @@ def main() -> None:
     peers.without_gpu()
     without_kernels()
     published_configs()
+    sizes_of_two_kinds_of_layers()
     said = Warnings()
     logging.getLogger("megatron.bridge").addHandler(said)
     for case in cases:
@@ -144,6 +145,26 @@ def published_configs() -> None:
 
     for kind in (MiMoConfig, DeciLMConfig, SarvamMLAConfig, SarvamMoEConfig):
         AutoConfig.register(kind.model_type, kind)
+
+
+def sizes_of_two_kinds_of_layers() -> None:
+    """Lets Megatron-Bridge, which is made for transformers 5.12, read the sizes of Gemma 4's layers
+    under the keys of config.json. transformers 5.23 moves them to one config for each layer.
+    """
+    from transformers import Gemma4TextConfig
+
+    made = Gemma4TextConfig.__post_init__
+
+    def with_keys(self: Any, **more: Any) -> None:
+        keys = {"global_head_dim": 512, "num_global_key_value_heads": None}
+        stated = {key: more.get(key, default) for key, default in keys.items()}
+        made(self, **more)
+        self.allow_global_per_layer_attribute_access = True
+        for key, value in stated.items():
+            setattr(self, key, value)
+
+    if not hasattr(Gemma4TextConfig, "global_head_dim"):
+        Gemma4TextConfig.__post_init__ = with_keys
 
 
 def die_with(parent: int) -> None:
@@ -268,7 +289,8 @@ def compare_logits(source: Path, model: Any) -> dict[str, float]:
     hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
     for module in model.modules():  # layers that differ have configs of their own
         if hasattr(module, "config"):
-            module.config.apply_rope_fusion = False  # its kernel runs on GPUs only
+            # their kernels run on GPUs only
+            module.config.apply_rope_fusion = module.config.moe_permute_fusion = False
     with torch.no_grad():
         wanted = reference(tokens).logits
         found = model.eval()(tokens, positions, hidden)[..., : config.vocab_size]

@@ -32,6 +32,9 @@ ENCODER_DECODERS = tuple(sorted(path.stem for path in SEQ2SEQ.glob("*.json")))
 # these only Megatron-Bridge computes; tests/judge/test_bridge.py runs them
 OF_BRIDGE = FAMILIES / "bridge"
 BRIDGE_MODELS = tuple(sorted(path.stem for path in OF_BRIDGE.glob("*.json")))
+# models around the text models of these
+WITH_IMAGES = OF_BRIDGE / "images"
+BRIDGE_IMAGES = tuple(sorted(path.stem for path in WITH_IMAGES.glob("*.json")))
 
 # models of transformers that no family has
 UNKNOWN = FAMILIES / "unknown"
@@ -48,7 +51,7 @@ AS_PUBLISHED = {
 
 def config(case: str) -> dict[str, Any]:
     """Returns the config.json of a case."""
-    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, UNKNOWN)
+    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, WITH_IMAGES, UNKNOWN)
     path = next(p for folder in folders if (p := folder / f"{case}.json").exists())
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -90,6 +93,8 @@ def _write(case: str, directory: Path) -> None:
                 tensor.copy_(torch.from_numpy(_values(name, tensor, drawn)))
     model.save_pretrained(directory)
     _rename(c, directory / "model.safetensors", AS_PUBLISHED.get(case, {}))
+    if text(c).get("num_kv_shared_layers"):
+        _add_unread(text(c), directory / "model.safetensors")
     # with the keys of the file, since transformers writes its own defaults beside them
     (directory / "config.json").write_text(json.dumps(c, indent=2, sort_keys=True) + "\n")
 
@@ -104,6 +109,26 @@ def _rename(c: dict[str, Any], file: Path, names: dict[str, str]) -> None:
         save_file(found, file, {"format": "pt"})
 
 
+def _add_unread(c: dict[str, Any], file: Path) -> None:
+    """Adds the keys and values of the layers that take those of others. Published files have them,
+    and transformers neither reads nor writes them.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    held = load_file(file)
+    first = c["num_hidden_layers"] - c["num_kv_shared_layers"]
+    for layer, kind in list(enumerate(c["layer_types"]))[first:]:
+        width = c["head_dim" if kind == "sliding_attention" else "global_head_dim"]
+        projected = (c["num_key_value_heads"] * width, c["hidden_size"])
+        shapes = {"k_proj": projected, "v_proj": projected, "k_norm": (width,)}
+        at = next(k for k in held if k.endswith(f"layers.{layer}.self_attn.q_proj.weight"))
+        for part, shape in shapes.items():
+            name = at.replace("q_proj", part)
+            drawn = np.random.RandomState(zlib.crc32(name.encode()))
+            held[name] = drawn.standard_normal(shape).astype(np.float32)
+    save_file(held, file, {"format": "pt"})
+
+
 def published_name(name: str, names: dict[str, str]) -> str:
     """Returns the name of a tensor with its start replaced."""
     start = next((start for start in names if name.startswith(start)), "")
@@ -112,11 +137,11 @@ def published_name(name: str, names: dict[str, str]) -> str:
 
 def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
     """Returns normal values, scaled such that the logits depend on every tensor."""
-    normal: np.ndarray = drawn.standard_normal(tuple(tensor.shape)).astype(np.float32)
-    if tensor.dim() == 1:  # a norm keeps its mean of 0 or 1, a bias its 0
+    normal = np.asarray(drawn.standard_normal(tuple(tensor.shape)), np.float32)
+    if tensor.dim() < 2:  # a norm keeps its mean of 0 or 1, a bias its 0
         # from 0.5 to 2, so that Megatron-Core's form of it, 1 less, is exact
         spread = 0.05 if "correction_bias" in name or "linear_attn.norm" in name else 0.3
-        return np.float32(tensor.mean().item()) + np.float32(spread) * normal
+        return np.asarray(np.float32(tensor.mean().item()) + np.float32(spread) * normal)
     if "embed" in name:
         return np.float32(0.25) * normal
     return np.float32(1.1 / np.sqrt(tensor.shape[-1])) * normal

@@ -40,6 +40,7 @@ DIALECTS = {
         ("exaone-4.0-1.2b", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b"), ("bridge",)
     ),
     **dict.fromkeys(("mimo-v2-flash", "minimax-m2.5", "olmoe-1b-7b"), ("bridge",)),
+    **dict.fromkeys(("gemma-4-26b-a4b-text", "gemma-4-31b-text"), ("bridge_gemma4",)),
     "falcon-h1-0.5b": ("parallel_mamba",),
     "mt5-small": ("t5",),
 }
@@ -57,7 +58,12 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("deepseek-v3.2", "gpt"): ("mtp_layers",),
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5.2", "gpt"): ("mtp_layers", "norm_eps"),
-    **{(name, "bridge"): ("norm_eps",) for name in DIALECTS if name.startswith("gemma")},
+    **{
+        (name, "bridge"): ("norm_eps",)
+        for name in DIALECTS
+        if name.startswith(("gemma-2", "gemma-3"))
+    },
+    ("gemma-4-26b-a4b-text", "bridge_gemma4"): ("norm_eps",),
     **{(f"gemma-{n}b", d): ("activation",) for n in (2, 7) for d in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-3b-a800m", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},

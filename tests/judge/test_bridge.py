@@ -38,7 +38,12 @@ FORWARD = "Megatron-Bridge's forward"
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 # the start of the keys of a text model inside another one, which mckpt writes alone
 TEXT = "language_model."
-CASES = (*tiny.CASES, *made_models.CASES, *made_models.BRIDGE_MODELS)
+CASES = (
+    *tiny.CASES,
+    *made_models.CASES,
+    *made_models.BRIDGE_MODELS,
+    *made_models.BRIDGE_IMAGES,
+)
 
 # Keys of published configs that Megatron-Bridge reads and transformers neither needs nor writes.
 ALSO: dict[str, dict[str, Any]] = {
@@ -154,6 +159,10 @@ LOADED = {
     "gemma2": Parallel(tp=2),
     "gemma3": Parallel(tp=2),
     "gemma3_linear": Parallel(tp=4),
+    "gemma4": Parallel(tp=2),
+    "gemma4_e2b": Parallel(),
+    "gemma4_e4b": Parallel(tp=2),
+    "gemma4_moe": Parallel(tp=2, pp=2, ep=2),
     "glm4_moe_lite": Parallel(tp=2),
     "gpt_oss": Parallel(pp=2),
     "llama": Parallel(tp=4, pp=2),
@@ -349,7 +358,7 @@ def dialect_of(keys: Iterable[str]) -> str:
 
 
 def dialect_for(case: str, keys: Iterable[str]) -> str:
-    if case not in made_models.BRIDGE_MODELS:
+    if case not in (*made_models.BRIDGE_MODELS, *made_models.BRIDGE_IMAGES):
         return dialect_of(keys)
     return mapping.load("hf", mapping.family_with(architecture(case))).dialect
 

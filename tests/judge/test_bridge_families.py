@@ -8,10 +8,12 @@ Megatron-Bridge itself load what mckpt writes, and compares logits.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt.errors import UsageError
@@ -43,6 +45,51 @@ def test_the_tensors_are_those_of_megatron_bridge(case: str, sources: Path, tmp_
     assert not mckpt.diff(sources / case, tmp_path / "hf")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written["architectures"] == made_models.config(case)["architectures"]
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("case", made_models.BRIDGE_IMAGES)
+def test_the_text_model_of_a_model_with_images(case: str, tmp_path: Path) -> None:
+    """Its checkpoint has the tensors of the text model alone, and the towers come back."""
+    made_models.make([case], tmp_path)
+    text, config = tmp_path / "text", made_models.config(case)
+    tensors = load_file(tmp_path / case / "model.safetensors")
+    start = "model.language_model."
+    named = {k.replace(start, "model."): v for k, v in tensors.items() if k.startswith(start)}
+    assert len(named) < len(tensors)
+    text.mkdir()
+    save_file(named, text / "model.safetensors")
+    alone = {**config["text_config"], "architectures": ["Gemma4ForCausalLM"]}
+    (text / "config.json").write_text(json.dumps(alone))
+    for name in (case, "text"):
+        mckpt.plan(tmp_path / name, tmp_path / "megatron" / name).run()
+    rows = alone["vocab_size"]
+    whole, part = (bridge_facts.described(tmp_path / "megatron" / n, rows) for n in (case, "text"))
+    assert whole == part
+    mckpt.plan(tmp_path / "megatron" / case, tmp_path / "back", format="hf").run()
+    assert not mckpt.diff(tmp_path / case, tmp_path / "back")
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("case", ["gemma4", "gemma4_moe"])
+def test_training_may_leave_the_second_copy_of_the_keys_behind(
+    case: str, sources: Path, tmp_path: Path
+) -> None:
+    """Megatron-Bridge computes with the first copy alone, so the gradient of the other one is 0."""
+    root = tmp_path / "megatron"
+    mckpt.plan(sources / case, root).run()
+    as_bridge_saves(root, case)
+    layout, changed = mckpt.Checkpoint.open(root).layout, 0
+    for stored in layout.stored:
+        for piece in (p for p in stored.pieces if p.copy):
+            for file, at in zip(stored.file.tolist(), stored.at.tolist(), strict=True):
+                with open(layout.files[file], "r+b") as data:
+                    data.seek(at + 4 * piece.start)
+                    data.write(b"\x07" * (4 * math.prod(piece.box.shape)))
+                changed += 1
+    assert changed == 2 * made_models.config(case)["num_global_key_value_heads"]
+    mckpt.plan(root, tmp_path / "hf", format="hf").run()
+    assert not mckpt.diff(sources / case, tmp_path / "hf")
 
 
 def as_bridge_saves(root: Path, case: str) -> None:

@@ -158,7 +158,9 @@ def test_an_unknown_dialect_is_refused(tmp_path: Path) -> None:
     """A dialect in any other file is refused, because nothing could read its checkpoint again."""
     source = tiny.tiny_random("llama", tmp_path / "hf")
     for dialect in ("nope", str(tmp_path / "own.yaml")):
-        with pytest.raises(UsageError, match=r"no dialect .*; known: bert, bridge, gpt"):
+        with pytest.raises(
+            UsageError, match=r"no dialect .*; known: bert, bridge, bridge_gemma4, gpt"
+        ):
             mckpt.plan(source, tmp_path / "out", dialect=dialect)
 
 

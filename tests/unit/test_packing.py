@@ -396,6 +396,14 @@ def test_qkv_packs_a_literal_example() -> None:
     assert ours.ravel().tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
 
 
+def test_a_tensor_that_is_named_twice_is_stored_twice() -> None:
+    whole = PACKINGS["qkv"]([(4,), (2,), (2,)], 2)
+    shape, pieces = buffer(whole, [Box((0,), whole.shape)], ["0", "1", "1"])
+    filled = store(shape, pieces, [np.array([1, 2, 3, 4]), np.array([5, 6])])
+    assert filled.tolist() == [1, 2, 5, 5, 3, 4, 6, 6]
+    assert [p.start for p in pieces if p.copy] == [3, 7]
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PackingError, match=r"tensor 1 \[7, 5\] does not fall into 2 groups"):
         packing.qkv([(8, 5), (7, 5), (8, 5)], 2)

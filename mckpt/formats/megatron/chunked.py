@@ -130,6 +130,7 @@ class Chunked(ABC):
             for b in bound:
                 found: dict[Box, list[tuple[int, int, Entry]]] = {}
                 whole = packed(b.rule, scope)
+                layers = set(b.layers.tolist())
                 for key, layer, expert in keys(b):
                     if key not in self.metadata.tensors:
                         if not b.rule.alias:
@@ -154,7 +155,9 @@ class Chunked(ABC):
                         for offsets, sizes in chunks
                     ):
                         instance = layer, expert
-                        for region, entries in self._chunk(b, key, instance, offsets, sizes, files):
+                        for region, entries in self._chunk(
+                            b, key, instance, layers, offsets, sizes, files
+                        ):
                             found.setdefault(region, []).extend(entries)
                 for region, entries in found.items():
                     shape, pieces = buffer(whole, [region], b.rule.of)
@@ -174,6 +177,7 @@ class Chunked(ABC):
         b: Bound,
         key: str,
         instance: tuple[int, int],
+        layers: set[int],
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
         files: Files,
@@ -181,7 +185,7 @@ class Chunked(ABC):
         """Yields the parts of one chunk: a region, and the entries of the layers and experts that
         hold it. The leading axes are outermost, so each entry is one part of the chunk.
 
-        instance: the layer and expert of the key, where it names them.
+        instance: the layer and expert of the key, where it names them. layers: those of the rule.
         """
         layer, expert = instance
         dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
@@ -196,6 +200,10 @@ class Chunked(ABC):
             for index in itertools.product(*map(range, box.shape[:axes])):
                 numbers = (o + i for o, i in zip(box.offset[:axes], index, strict=True))
                 named = dict(zip(b.rule.stacked(), numbers, strict=True))
+                if "layer" in named:
+                    named["layer"] = b.stack[named["layer"]] if b.stack else named["layer"]
+                    if named["layer"] not in layers:  # another rule has this layer
+                        continue
                 start = at + size * sum(i * n for i, n in zip(index, steps[:axes], strict=True))
                 entry = Entry(dtype, region.shape, file, start, view)
                 entries.append((named.get("layer", layer), named.get("expert", expert), entry))

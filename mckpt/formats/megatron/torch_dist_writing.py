@@ -166,7 +166,8 @@ def in_file_order(bound: list[Bound], num_layers: int) -> np.ndarray:
 
 def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
     """Returns the chunks of one part as `.metadata` lists them, by key, and their items."""
-    b, index = part.bound, {"layer": own.layer, "expert": own.expert}
+    b = part.bound
+    index = {"layer": b.places(own.layer), "expert": own.expert}
     offsets = np.empty((len(own.part), len(part.shape)), "i8")
     for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *part.region.offset]):
         offsets[:, axis] = offset

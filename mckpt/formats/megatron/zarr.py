@@ -116,7 +116,8 @@ def _parts(request: MegatronRequest, b: Bound, arrays: dict[str, Array]) -> list
             raise UsageError(f"{key} would hold {known.dtype} and {dtype}; give --dtype")
     layers, experts = (column.tolist() for column in b.instances())
     each = [keys[i * len(keys) // len(layers)] for i in range(len(layers))]
-    index = [{"layer": layer, "expert": e} for layer, e in zip(layers, experts, strict=True)]
+    at = b.places(np.array(layers)).tolist()
+    index = [{"layer": layer, "expert": e} for layer, e in zip(at, experts, strict=True)]
     nbytes = math.prod(array.chunk) * itemsize(dtype)
     parts = []
     for region in regions:
