@@ -186,8 +186,7 @@ def read() -> list[Row]:
 
 
 def _config(case: str) -> dict[str, Any]:
-    made = {*made_models.CASES, *made_models.ENCODER_DECODERS, *made_models.BRIDGE_MODELS}
-    return made_models.config(case) if case in made else tiny.config(case)
+    return tiny.config(case) if case in tiny.CASES else made_models.config(case)
 
 
 def _version(text: str) -> list[int]:
