@@ -219,9 +219,9 @@ def of_megatron(
 ) -> tuple[AdapterCheckpoint, AdapterNames]:
     """Opens a Megatron checkpoint with adapters.
 
-    alpha: replaces that of run_config.yaml or mckpt.json. otherwise: their alpha if neither states
-    it. Raises SourceError if there are none, or
-    if they are not complete, and UsageError if the checkpoint does not state their alpha.
+    alpha: replaces that of run_config.yaml, mckpt.json or the args. otherwise: their alpha if none
+    of these states it. Raises SourceError if there are none, or if they are not complete, and
+    UsageError if the checkpoint does not state their alpha.
     """
     files = open_files(path, options)
     if not files.is_megatron or not has_adapter(files.opened.keys()):
@@ -258,14 +258,18 @@ def of_files(
     shown = files.opened.show(None).tensors
     # the stages of a pipeline may have different layers
     keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())
-    outer = [(key, shape) for key, _, shape, _ in shown if key.endswith("linear_out.weight")]
+    swift = any(key.endswith(rules()["swift"]["factors"]["a"]) for key in keys)
+    program = "swift" if swift else "megatron"
+    ends = rules()[program]["factors"]
+    outer = [(key, shape) for key, _, shape, _ in shown if key.endswith(f".{ends['b']}")]
     if flat := [key for key, shape in outer if len(shape) < 2 or not shape[-1]]:
         raise SourceError.of(f"{files.opened.root}: has factors without a rank:", flat)
     ranks = {shape[-1] for _, shape in outer}
     if not ranks:
         raise SourceError(
-            f"{files.opened.root}: has factors linear_in of adapters, and none that is linear_out;"
-            " copy it again"
+            "{}: has factors {} of adapters, and none that is {}; copy it again".format(
+                files.opened.root, *(ends[side].removesuffix(".weight") for side in "ab")
+            )
         )
     if len(ranks) != 1:
         raise UsageError(
@@ -278,6 +282,7 @@ def of_files(
         model.mapping.choices_in(files.common.stated if files.common else {}),
         _saved_with(files, model.parallel),
         rank=ranks.pop(),
+        program=program,
         canonical=any(".adapter.adapter_" in key for key in keys),
         mtp=any(key.startswith("mtp.") for key in keys),
         dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in keys),
@@ -302,7 +307,7 @@ def of_files(
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
         for which in (True, False)
     )
-    scale = _alpha(files, alpha, otherwise) / names.rank
+    scale = _alpha(files, names, alpha, otherwise) / names.rank
     beside = weights if weights.stored else None
     source = AdapterCheckpoint(files, model, held=held, scale=scale, named=names, beside=beside)
     return source, names
@@ -332,12 +337,21 @@ def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _alpha(files: CheckpointFiles, given: float | None, otherwise: float | None) -> float:
+def _alpha(
+    files: CheckpointFiles, names: AdapterNames, given: float | None, otherwise: float | None
+) -> float:
     """Returns the alpha of the adapters of a checkpoint, which is that of the user if it is given,
-    and `otherwise` if nothing states it.
+    and `otherwise` if nothing states it. alpha / rank is the scale, also with use_rslora.
 
-    Raises UsageError if alpha is not a finite number other than 0, or is not stated at all.
+    Raises UsageError if alpha is not a finite number other than 0, or is not stated at all, and
+    SourceError if the args state another rank than that of the factors.
     """
+    args = (files.args or {}) if names.by_swift else {}
+    if (rank := args.get("lora_rank", names.rank)) != names.rank:
+        raise SourceError(
+            f"{files.opened.root}: its args state lora_rank {rank}, and its factors have the rank"
+            f" {names.rank}"
+        )
     path = files.opened.root / RUN_CONFIG
     section = read_section(path, "peft") if path.exists() else None
     stated = section.get("alpha") if isinstance(section, Mapping) else None
@@ -346,16 +360,17 @@ def _alpha(files: CheckpointFiles, given: float | None, otherwise: float | None)
         ("--alpha", given),
         (f"{files.opened.root}: mckpt.json: alpha", recorded.get("alpha")),
         (f"{path}: alpha", stated),
+        (f"{files.opened.root}: args: lora_alpha", args.get("lora_alpha")),
     ):
         if alpha is not None:
             if not is_alpha(alpha):
                 raise UsageError(f"{where} is {alpha!r:.60}, and must be a finite number, not 0")
-            return float(alpha)
+            return float(alpha) * (names.rank**0.5 if args.get("use_rslora") else 1)
     if otherwise is not None:
         return otherwise
     raise UsageError(
-        f"{files.opened.root}: neither {RUN_CONFIG} nor mckpt.json states the alpha of its"
-        " adapters; give --alpha"
+        f"{files.opened.root}: neither {RUN_CONFIG} nor mckpt.json nor its args state the alpha of"
+        " its adapters; give --alpha"
     )
 
 
@@ -368,6 +383,7 @@ def show(source: AdapterCheckpoint, names: AdapterNames) -> dict[str, Any]:
     return {
         "path": str(source.path),
         "kind": "DoRA" if names.dora else "CanonicalLoRA" if names.canonical else "LoRA",
+        "program": "ms-swift" if names.by_swift else "Megatron-Bridge",
         "rank": names.rank,
         "alpha": source.scale * names.rank,
         "dtype": sorted({s.dtype for s in stored}),

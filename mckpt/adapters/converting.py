@@ -22,6 +22,7 @@ from mckpt.adapters.peft import NOT_FINITE, PeftAdapter, is_adapter, open_adapte
 from mckpt.adapters.peft_writing import PEFT, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
+from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer, to_megatron
 from mckpt.conversion.args import Decided, args_of, bridge_files
 from mckpt.conversion.plan_data import facts_of
@@ -31,7 +32,7 @@ from mckpt.conversion.target import Destination, TargetOptions
 from mckpt.conversion.to_megatron import Beside
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried, places
-from mckpt.formats.base import Names
+from mckpt.formats.base import Format, Names
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
@@ -50,7 +51,7 @@ from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
 _SECTION = re.compile(rb"^peft:.*\n(?:[ -].*\n)*", re.MULTILINE)  # of run_config.yaml
-LAYOUTS = ("fused", "block", "canonical")
+LAYOUTS = ("fused", "block", "canonical", "swift", "swift-block")
 
 
 @contextmanager
@@ -112,8 +113,12 @@ def plan_megatron(
                 " optimizer's state of such a checkpoint; give --no-optimizer"
             )
         return make_plan(weights, dst, target, **place, adapters=partial(beside, source, how))
-    format = formats.get(target.format)
+    format, swift = formats.get(target.format), how.startswith("swift")
     again = base is None
+    if swift:
+        _refuse_swift(source, target, format)
+        if not again and target.target_iteration is None:  # it reads no release
+            target = replace(target, target_iteration=1)
     named = name_of_iteration(source, target) if again else iteration_name(target.target_iteration)
     destination = Destination(
         Path(dst),
@@ -135,7 +140,6 @@ def plan_megatron(
         decided,
         names=replace(
             decided.names,
-            mapping=structs.replace(decided.names.mapping, objects=()),
             # a base that keeps its padding has more rows than the adapter
             dims={**decided.names.dims, "vocab_size": described.dims["vocab_size"]},
             choices={**decided.names.choices, "layers": args.layers},
@@ -151,12 +155,16 @@ def plan_megatron(
         groups, scalers = _optimizer_entries(source, names, decided)
         look = source.opened.format.readable and not helps
         state = optimizer.facts(source, look)
+    common, remarks = args.common, list[str]()
+    if swift:
+        common, told = _swift_args(common, names, source.scale * names.rank)
+        remarks.append(f"ms-swift loads it with --mcore_adapter {dst} {told}")
     laid, outputs = format.lay_out(
         MegatronRequest(
             names,
             kinds,
             decided.padded_vocab_size,
-            args.common,
+            common,
             target.common_as_object,
             distributed,
             groups,
@@ -165,7 +173,7 @@ def plan_megatron(
     )
     held, layout = _placed(source, names, laid, members)
     source = replace(source, held=held, has_states=False)
-    config = _run_config(decided, names, how, source.scale)
+    config = [] if swift else _run_config(decided, names, how, source.scale)
     files = [*outputs, *config]
     joined = join(held, layout)
     side_files = to_megatron.side_of(described)
@@ -190,7 +198,7 @@ def plan_megatron(
             else {}
         ),
     )
-    return Plan(source, destination, target, joined, layout, names, files, side, [], facts, [])
+    return Plan(source, destination, target, joined, layout, names, files, side, [], facts, remarks)
 
 
 def _named(
@@ -203,13 +211,14 @@ def _named(
     Megatron-Bridge cannot have.
     """
     places = factors.weights_in(source.layout)
-    own = decided.names
+    own, swift = decided.names, how.startswith("swift")
     names = AdapterNames(
         own.mapping,
         own.dims,
         own.choices,
         own.parallel,
         weights=frozenset(place[0] for place in places),
+        program="swift" if swift else "megatron",
         canonical=how == "canonical",
         dora=_has_magnitudes(source),
         mtp=any(layer >= decided.names.dims["num_layers"] for _, layer, _ in places),
@@ -220,7 +229,12 @@ def _named(
     names = replace(names, rank=rank)
     if names.dora:
         _refuse_dora(names, members, how, decided.padded_vocab_size)
-    if rank % names.parallel.tp:
+    if swift and names.parallel.expert_tp > 1 and any(map(_of_experts, names.modules)):
+        raise UsageError(
+            f"etp {names.parallel.expert_tp}: ms-swift has no adapters of experts with tensor"
+            " parallelism; give --etp 1"
+        )
+    if rank % names.parallel.tp and not swift:
         raise UsageError(
             f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
             " factor A of most linears along the rank; choose a tp that divides it"
@@ -253,6 +267,11 @@ def beside(source: AdapterCheckpoint, how: str, decided: Decided) -> Beside:
 
     how: one of LAYOUTS.
     """
+    if how.startswith("swift"):
+        raise UsageError(
+            f"--layout {how}: ms-swift keeps adapters without the weights; write them with `mckpt"
+            " adapter to-megatron`"
+        )
     names, members = _named(source, decided, how, whole=True)
     kinds = _kinds(source, names, decided.target.dtype)
     facts = {**_facts(how, names, source.scale), "beside": True}
@@ -414,6 +433,7 @@ def _members(
     """
     members: dict[Place, Member] = {}
     apart: list[str] = []
+    block = "block" in how
     for module in modules:
         b = module.bound
         layers, experts = b.instances()
@@ -422,12 +442,10 @@ def _members(
             first = 0
             for number, name in enumerate(there):
                 own = places[name, layer, expert]
-                members[name, layer, expert] = Member(
-                    name, own, first, how == "block" or not number
-                )
-                first += own if how == "block" else 0
+                members[name, layer, expert] = Member(name, own, first, block or not number)
+                first += own if block else 0
             if (
-                how == "fused"
+                how in ("fused", "swift")
                 and len(there) > 1
                 and not _same(source, there, layer, expert, places)
             ):
@@ -437,13 +455,14 @@ def _members(
                 )
     if apart:
         apart_or = "--layout canonical, which keeps them apart (CanonicalLoRA), or "
-        dora = _has_magnitudes(source)
+        fused = how == "fused"
+        apart_or *= fused and not _has_magnitudes(source)
         raise UsageError.of(
             f"{source.path}: an adapter of Megatron's LoRA has one factor A for all weights that a"
             " linear packs, and here they differ:",
             apart,
-            f"Give {apart_or * (not dora)}--layout block, whose adapters have the sum of their"
-            " ranks and compute the same.",
+            f"Give {apart_or}--layout {'' if fused else 'swift-'}block, whose adapters have the sum"
+            " of their ranks and compute the same.",
         )
     rank = max(member.first + member.rank for member in members.values())
     return members, rank
@@ -470,6 +489,53 @@ def _same(
     )
 
 
+def _of_experts(module: Module) -> bool:
+    return "expert" in module.bound.rule.indices
+
+
+def _refuse_swift(source: AdapterCheckpoint, target: TargetOptions, format: Format) -> None:
+    """Raises UsageError for adapters that ms-swift does not load."""
+    if format.fixed_sizes:
+        raise UsageError(
+            f"ms-swift does not read adapters in the format {format}; give the format torch_dist"
+        )
+    if _has_magnitudes(source):
+        raise UsageError(
+            f"{source.path}: has magnitudes (DoRA), which ms-swift does not have in Megatron; merge"
+            " the adapter with `mckpt adapter merge` instead"
+        )
+
+
+def _swift_args(
+    common: Mapping[str, Any], names: AdapterNames, alpha: float
+) -> tuple[dict[str, Any], str]:
+    """Returns the common state with the args from which ms-swift builds its adapters, and the
+    options that state them.
+    """
+    targets = names.targets()
+    shown = int(alpha) if float(alpha).is_integer() else alpha
+    stated = {
+        "tuner_type": "lora",
+        "lora_rank": names.rank,
+        "lora_alpha": shown,
+        "lora_dropout": 0.0,
+        "lora_bias": "none",
+        "use_rslora": False,
+        "modules_to_save": [],
+        "target_modules": targets,
+        "target_regex": None,
+    }
+    option = f"--target_modules {' '.join(targets)}"
+    if any("*" in target for target in targets):
+        parts = (re.escape(target.lstrip("*")).replace(r"\*", ".*") for target in targets)
+        stated["target_regex"] = rf"(?:.*\.)?(?:{'|'.join(parts)})"
+        option = f"--target_regex '{stated['target_regex']}'"
+    args = safe_pickle.fields(common["args"], "args") if "args" in common else {}
+    merged = {**names.parallel.args(), **args, **stated}
+    told = f"--tuner_type lora --lora_rank {names.rank} --lora_alpha {shown} {option}"
+    return {**common, "args": safe_pickle.namespace(**merged)}, told
+
+
 def _refuse_homeless(places: Mapping[Place, int], names: AdapterNames) -> None:
     """Raises UsageError for weights that no adapter of Megatron has."""
     there = {
@@ -481,7 +547,7 @@ def _refuse_homeless(places: Mapping[Place, int], names: AdapterNames) -> None:
     }
     if lost := [place for place in places if place not in there]:
         raise UsageError.of(
-            "the adapter changes weights that have no adapter in Megatron-Bridge:",
+            "the adapter changes weights that have no adapter in Megatron:",
             [name.format(layer=layer, expert=expert) for name, layer, expert in lost],
             "Merge the adapter with `mckpt adapter merge` instead.",
         )
@@ -508,7 +574,7 @@ def _refuse_dora(
         )
     lost = []
     for module in names.modules:
-        if "expert" in module.bound.rule.indices:
+        if _of_experts(module):
             raise UsageError(
                 f"{module.of[0]}: Megatron-Bridge has no DoRA for the experts of a layer; {cure}"
             )

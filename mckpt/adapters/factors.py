@@ -39,7 +39,7 @@ def parts_of(name: str) -> tuple[str, str, int]:
 
 
 class Module(NamedTuple):
-    """One adapter of a Megatron model: the module that it adds, and the weights that it adapts."""
+    """One adapter of a Megatron model: the factors that it adds, and the weights that it adapts."""
 
     bound: Bound  # of the weight
     stem: str  # starts the keys of its factors
@@ -53,6 +53,7 @@ class AdapterNames(Names):
 
     weights: frozenset[str] = field(default_factory=frozenset)  # templates of adapted weights
     rank: int = 0
+    program: str = "megatron"  # the section of adapters.yaml that has the ends of the keys
     canonical: bool = False  # a pair of factors for each weight, not for each module
     mtp: bool = True  # layers of multi-token prediction have adapters too
     whole: bool = False  # the weights of the base are in the checkpoint as well
@@ -61,9 +62,20 @@ class AdapterNames(Names):
     keys: frozenset[str] | None = None
 
     @property
+    def by_swift(self) -> bool:
+        """Returns whether the adapters are those of ms-swift, not of Megatron-Bridge."""
+        return self.program == "swift"
+
+    @property
+    def how(self) -> str:
+        """The layout with which these adapters are written again."""
+        return "swift" if self.by_swift else "canonical" if self.canonical else "fused"
+
+    @property
     def module(self) -> str:
-        """The name of the module that an adapter adds."""
-        return str(rules()["megatron"]["module"])
+        """The name of the module that an adapter adds, and a dot; "" if it adds none."""
+        name = rules()[self.program].get("module")
+        return f"{name}." if name else ""
 
     @cached_property
     def has_rows_by_rank(self) -> bool:
@@ -89,16 +101,20 @@ class AdapterNames(Names):
             if end.startswith("."):  # one of several sections of a matrix
                 sections.setdefault(stem, []).append(b)
                 continue
-            found += self._modules(b, stem)
+            if self.by_swift and b.rule.pack == "gated" and "expert" not in b.rule.indices:
+                found += self._by_rank(b, b.rule.of, stem)
+            else:
+                found += self._modules(b, stem)
         for stem, several in sections.items():
             of = tuple(name for b in several for name in b.rule.of)
-            # in the order of the tensor-parallel ranks, each of which has its part of each section
-            turns = several[0].rule._replace(
-                of=of, pack="qkv", heads=Expression(str(self.parallel.tp))
-            )
-            bound = several[0]._replace(rule=turns)
-            found += [m._replace(by_rank=True) for m in self._modules(bound, stem)]
+            found += self._by_rank(several[0], of, stem)
         return found if self.keys is None else [m for m in map(self._there, found) if m]
+
+    def _by_rank(self, b: Bound, of: tuple[str, ...], stem: str) -> Iterator[Module]:
+        """Yields a module whose B has, for each tensor-parallel rank, its part of each weight."""
+        turns = b.rule._replace(of=of, pack="qkv", heads=Expression(str(self.parallel.tp)))
+        for module in self._modules(b._replace(rule=turns), stem):
+            yield module._replace(by_rank=True)
 
     def _there(self, module: Module) -> Module | None:
         """Returns a module of those layers that have a factor among `keys`; None if none has.
@@ -106,7 +122,7 @@ class AdapterNames(Names):
         A key without the number of the layer belongs to all layers.
         """
         b, keys = module.bound, self.keys or frozenset()
-        ends = rules()["megatron"]["factors"].values()
+        ends = rules()[self.program]["factors"].values()
         named = [b._replace(rule=b.rule._replace(key=module.stem + end)) for end in ends]
         numbers = enumerate(b.numbers.tolist())
         kept = [row for row, number in numbers if any(one.key(number) in keys for one in named)]
@@ -114,13 +130,13 @@ class AdapterNames(Names):
         return module._replace(bound=some) if kept else None
 
     def targets(self) -> list[str]:
-        """Returns `target_modules` of Megatron-Bridge, with which it adapts these modules and no
+        """Returns `target_modules` of the program, with which it adapts these modules and no
         others: the last part of the name if all modules with it are adapted, else a pattern.
         """
         known = rules()["megatron"]["targets"] if self.canonical else {}
         choices = {"keys": "local", "experts": "grouped", "transformer_impl": "transformer_engine"}
         local = replace(self, choices={**self.choices, **choices})  # the names of modules
-        adapted = {m.stem.partition(f".{self.module}.")[0] for m in local.modules}
+        adapted = {m.stem.partition(f".{self.module or '.'}")[0].rstrip(".") for m in local.modules}
         every = {b.rule.key.partition(".weight")[0] for b in self.mapping.bind(local.scope())}
         out: set[str] = set()
         for stem in adapted:
@@ -136,7 +152,7 @@ class AdapterNames(Names):
         ends: Mapping[str, str] = rules()["megatron"]["canonical"]
         grouped = "expert" in b.rule.indices and "{expert}" not in stem
         if not self.canonical or len(b.rule.of) == 1 or grouped:
-            yield Module(b, f"{stem}.{self.module}.", b.rule.of)
+            yield Module(b, f"{stem}.{self.module}", b.rule.of)
             return
         for name in b.rule.of:
             added = next((ends[end] for end in ends if plain(name).endswith(f".{end}")), None)
@@ -146,13 +162,15 @@ class AdapterNames(Names):
                     f" {stem}; choose the layout fused or block"
                 )
             one = b.rule._replace(of=(name,), pack="one", heads=None)
-            yield Module(b._replace(rule=one), f"{stem}.{self.module}.{added}.", (name,))
+            yield Module(b._replace(rule=one), f"{stem}.{self.module}{added}.", (name,))
 
     @cached_property
     def bound(self) -> list[Bound]:
         """The rules of the factors, and those of the base's weights if they are there too."""
         out = self.mapping.bind(self.scope()) if self.whole else []
-        ends = rules()["megatron"]["factors"]
+        ends = rules()[self.program]["factors"]
+        # what ms-swift does not cut by the weight's rows or columns, each rank has
+        rest_tp = "replicated" if self.by_swift else "column"
         halved = tuple(f".{name}." for name in rules()["megatron"]["halved"])
         for b, stem, of, _ in self.modules:
             rule = b.rule._replace(dtype=None, transposed=False)
@@ -161,7 +179,7 @@ class AdapterNames(Names):
                 of=(name_of(of[0], A, self.rank),),
                 pack="one",
                 heads=None,
-                tp="row" if rule.tp == "row" else "column",  # its rows are the rank
+                tp="row" if rule.tp == "row" else rest_tp,  # its rows are the rank
             )
             if self.choices.get("keys") == "global" and stem.endswith(halved):
                 tp = Expression(str(self.parallel.tp))
@@ -169,7 +187,7 @@ class AdapterNames(Names):
             rest = rule._replace(
                 key=stem + ends["b"],
                 of=tuple(name_of(name, B, self.rank) for name in of),
-                tp="vocab" if rule.tp == "vocab" else "column",
+                tp=rule.tp if rule.tp in ("vocab", "column") else rest_tp,
             )
             out += [b._replace(rule=a), b._replace(rule=rest)]
             if self.dora:
@@ -179,6 +197,18 @@ class AdapterNames(Names):
                 )
                 out.append(b._replace(rule=lengths))
         return out
+
+    @property
+    def objects(self) -> list[Bound]:
+        """The rules of Transformer Engine's _extra_state, which the weights have, and the factors of
+        ms-swift.
+        """
+        ends = rules()[self.program].get("objects", [])
+        return (super().objects if self.whole else []) + [
+            b._replace(rule=b.rule._replace(key=stem + end, of=()))
+            for b, stem, *_ in self.modules
+            for end in ends
+        ]
 
 
 class Member(NamedTuple):

@@ -280,7 +280,8 @@ class ModelDescription:
         root, args = self.files.opened.root, self.files.args
         described = self._described_dims(given)
         known = {**self._recorded, **described}
-        if args is not None:
+        # ms-swift 4 saves its own args, and builds the model from config.json
+        if args is not None and self.mapping.keys_of("num_layers", args):
             in_args = self.mapping.keys_of("vocab_size", args)
             if not in_args and "vocab_size" not in {**known, **given}:
                 raise self._vocab_size_unknown(
@@ -308,9 +309,13 @@ class ModelDescription:
         missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
         if missing:
             raise UsageError(
-                f"{root}: has no args, so its {', '.join(missing)} are not known; give --like"
-                " HF_DIR, a directory whose config.json has them"
+                f"{root}: has no args"
+                + " with the sizes of the model" * (args is not None)
+                + f", so its {', '.join(missing)} are not known; give --like HF_DIR, a directory"
+                " whose config.json has them"
             )
+        if args is not None and not any(map(args.get, self.mapping.dims["mtp_layers"].keys)):
+            known = mapping.without_mtp(known)
         neutral = {
             n: dim.neutral(known) for n, dim in dims.items() if n not in known and dim.neutral
         }

@@ -110,7 +110,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
             return
         beside = "beside the weights of the base" if shown["base"] else "without the base"
         echo(
-            f"{path}: {shown['kind']} of Megatron-Bridge, {beside}; rank {shown['rank']}, alpha"
+            f"{path}: {shown['kind']} of {shown['program']}, {beside}; rank {shown['rank']}, alpha"
             f" {shown['alpha']:g}, {', '.join(shown['dtype'])}, {shown['parallel']}"
         )
         for weight, count in shown["weights"].items():
@@ -151,7 +151,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
 def to_megatron(
     adapter: Path, base: Path, dst: Path, target_format: str, how: str | None, **options: Any
 ) -> None:
-    """Write an adapter of PEFT as Megatron-Bridge saves its own.
+    """Write an adapter of PEFT as Megatron-Bridge or ms-swift saves its own.
 
     BASE describes the model: a Hugging Face directory, or a Megatron checkpoint. Of its weights
     only the headers are read. DST is a save directory with the adapter alone.
@@ -212,8 +212,7 @@ def reshard(
     parallel = source.parallel.with_(**shared.parallel_sizes(options))
     target_format = target_format or formats.kept_or_default(source.format)
     target = shared.make_target(options, target_format, parallel)
-    how = "canonical" if names.canonical else "fused"
-    make = partial(converting.plan_megatron, how=how)
+    make = partial(converting.plan_megatron, how=names.how)
     if outcome := convert.carry_out(source, dst, target, options, make):
         outcome.show(options["as_json"])
 

@@ -184,10 +184,12 @@ adapter_option = together(
 adapter_layout_option = conversion_option(
     "--layout",
     "how",
-    type=click.Choice(["fused", "block", "canonical"]),
+    type=click.Choice(["fused", "block", "canonical", "swift", "swift-block"]),
     help="How linears that pack several weights (q, k and v; gate and up) are adapted. fused, the"
     " default: by one adapter, whose factor A all of them share. block: by one adapter with the sum"
-    " of their ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA).",
+    " of their ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA)."
+    " swift, swift-block: as fused and block, in the form of ms-swift instead of Megatron-Bridge,"
+    " without the weights.",
 )
 
 no_optimizer_option = megatron_option(

@@ -45,6 +45,11 @@ class Names:
         """The mapping's rules that apply to this model."""
         return self.mapping.bind(self.scope())
 
+    @property
+    def objects(self) -> list[Bound]:
+        """The mapping's rules of objects that are not tensors."""
+        return self.mapping.bind(self.scope(), self.mapping.objects)
+
     def stages(self) -> list[list[list[int]]]:
         """Returns the layers of each [pipeline rank][virtual stage], as the keys number them."""
         count = self.mapping.num_numbers(self.dims)

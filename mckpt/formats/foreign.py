@@ -27,9 +27,12 @@ _AROUND = {
 VALUE_HEAD = "v_head."  # starts the names of TRL's value head, which is beside `pretrained_model.`
 _LORA = pattern(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
 
-# Ends of the keys of the factors of Megatron-Bridge's adapters (mappings/adapters.yaml), and the
-# part that the keys of the weights below them have in memory
-FACTOR = pattern(r"\.adapter\.(?:(?:adapter_\w+\.)?linear_(?:in|out)\.weight|weight_magnitude)$")
+# Ends of the keys of the factors of adapters, those of Megatron-Bridge and of ms-swift
+# (mappings/adapters.yaml), and the part that the keys of the weights below them have in memory
+FACTOR = pattern(
+    r"\.(?:adapter\.(?:(?:adapter_\w+\.)?linear_(?:in|out)\.weight|weight_magnitude)"
+    r"|lora_[AB]\.default\.weight)$"
+)
 _WRAPPED = ".to_wrap."
 
 # Names that no mapping has, and what to do with a checkpoint that has them
@@ -44,9 +47,9 @@ _NAMES = (
     ),
     (
         r"^(?:decoder|mtp)\..*\.lora_[AB]\.default\.weight",
-        "These are adapters of ms-swift, with names and an order of rows of their own. `megatron"
-        " export --mcore_adapter DIR --model MODEL --to_hf true --merge_lora false` of ms-swift"
-        " writes them as a directory of PEFT.",
+        "Tensors named lora_A.default are those of an adapter (LoRA) of ms-swift: `mckpt adapter"
+        " to-hf SRC DST --like HF_DIR` writes them as a directory of PEFT, and `mckpt adapter merge"
+        " HF_DIR SRC DST` the weights with them.",
     ),
     (
         _LORA.pattern,

@@ -11,6 +11,9 @@ from mckpt.lazy import pattern
 from mckpt.mapping.file import MappingFile
 from mckpt.mapping.nodes import FOLDER, parse
 
+# The args of ms-swift 4 have the first, and do not describe the model, which it builds from
+# config.json. The others change it.
+_SWIFT, _SWIFT_CHANGES = "swift_version", ("rope_scaling", "megatron_extra_kwargs")
 _READ = pattern(r"\bconfig\.(\w+)")  # in an expression
 
 
@@ -24,8 +27,11 @@ def inert_keys() -> frozenset[str]:
 def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the args that neither `file` nor mappings/inert_args.yaml knows, and their values.
 
-    Args without a value are left out, and those whose value is a path.
+    Args without a value are left out, and those whose value is a path. Of the args of ms-swift 4,
+    those that change the model of config.json are returned.
     """
+    if _SWIFT in args:
+        return {name: args[name] for name in _SWIFT_CHANGES if _is_set(args.get(name))}
     known = known_args(file)
     given = {name: value for name, value in args.items() if name not in known and _is_set(value)}
     return {name: value for name, value in given.items() if not is_inert(name)}

@@ -241,7 +241,7 @@ class _Adapters(NamedTuple):
         directory = self.source.files.iteration_directory
         path = self.source.path if directory is None else directory.path
         by_rank = self.names.has_rows_by_rank and self.names.parallel.tp != parallel.tp
-        if by_rank or self.source.opened.format.fixed_sizes:
+        if by_rank or self.names.by_swift or self.source.opened.format.fixed_sizes:
             path = work / f"{name}.adapter"
             options.tell(f"writing the adapter for {parallel} into a temporary directory")
             target = TargetOptions(parallel=parallel, no_optimizer=True)

@@ -198,8 +198,8 @@ def _stored(request: MegatronRequest, part: _Part, own: _Placed) -> Stored:
 
 def _objects(request: MegatronRequest) -> list[tuple[torch_file.TorchFile, list[str]]]:
     """Returns the objects beside the chunks: each container, and the keys stored with it."""
-    scope, dialect = request.names.scope(), request.names.mapping
-    empty = [key for b in dialect.bind(scope, dialect.objects) for key in object_keys(b, scope)]
+    scope = request.names.scope()
+    empty = [key for b in request.names.objects for key in object_keys(b, scope)]
     out = [(torch_file.lay_out([None], "archive"), empty)]
     if request.common_as_object:
         out.append((torch_file.lay_out([request.common], "archive"), [COMMON_OBJECT]))

@@ -100,7 +100,7 @@ def _contents(
         storage = storages[v, key, WEIGHT] = str(len(storages))
         whole = (*axes(b, parallel, dims), *shape)
         models[v][key] = safe_pickle.tensor(dtype_of(b.rule, request.dtypes), whole, storage)
-    for b in dialect.bind(request.names.scope(), dialect.objects):
+    for b in request.names.objects:
         for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
             models[v][key] = None
     states = [_nested(model, dialect.nested) for model in models]

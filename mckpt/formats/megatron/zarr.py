@@ -153,10 +153,8 @@ def _stored(part: _Part, file: np.ndarray) -> Stored:
 
 def _objects(request: MegatronRequest) -> list[TargetFile]:
     """Returns the files of the objects, which are empty."""
-    scope, dialect = request.names.scope(), request.names.mapping
-    laid = torch_file.lay_out(None, "archive")
-    bound = dialect.bind(scope, dialect.objects)
-    keys = itertools.chain.from_iterable(object_keys(b, scope) for b in bound)
+    scope, laid = request.names.scope(), torch_file.lay_out(None, "archive")
+    keys = itertools.chain.from_iterable(object_keys(b, scope) for b in request.names.objects)
     return [TargetFile(f"{key}.pt", laid.size, laid.fixed) for key in keys]
 
 

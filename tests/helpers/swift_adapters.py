@@ -1,0 +1,91 @@
+"""ms-swift as a judge of adapters: runs its `megatron export` on one or more ranks.
+
+    WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=20000 \\
+        MS_SWIFT_PYTHON tests/helpers/swift_adapters.py cases.json out_dir
+
+It runs in the environment of bridge.py with ms-swift and mcore-bridge added, which CONTRIBUTING.md
+describes. cases.json is a list of dicts with these entries:
+
+    name     of the case
+    source   Hugging Face directory of the base, with a tokenizer
+    options  of `megatron export`; the model, its template and the sizes are added
+    sizes    {"tp": 2, "pp": 1, "ep": 1}; its ranks must be all ranks of the run
+
+out_dir/NAME.json: ok, error {"0": traceback of the first rank}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import peers
+from mckpt.trainer import cpu, forked
+from tests.helpers import bridge
+
+# imported by ms-swift, and not used by an export
+PACKAGES = (
+    *("addict", "aiohttp", "attrdict", "binpacking", "charset_normalizer", "cpm_kernels", "dacite"),
+    *("evalscope", "fastapi", "gradio", "jieba", "json_repair", "modelscope", "modelscope_hub"),
+    *("nltk", "openai", "oss2", "qwen_vl_utils", "rouge", "simplejson", "tiktoken", "trl"),
+    *("uvicorn", "zstandard"),
+)
+
+
+def prepare() -> None:
+    """Imports ms-swift, before the ranks are forked."""
+    peers.StandIns.packages += PACKAGES
+    sys.meta_path.append(peers.StandIns())
+    peers.without_gpu()
+    bridge.without_kernels()
+    cpu.install()
+    move = torch.Tensor.to
+    torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
+        self if to == ("cuda",) else move(self, *to, **named)
+    )
+    torch.compiler.set_stance("force_eager")  # a CPU needs a C++ compiler for compiled functions
+    import swift.megatron.pipelines.export.export  # noqa: F401
+
+
+def run() -> None:
+    """Runs all cases on one rank."""
+    from mcore_bridge.bridge import gpt_bridge
+    from megatron.core import parallel_state
+    from swift.megatron.pipelines.export.export import megatron_export_main
+
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    dist.init_process_group("gloo")
+    for case in cases:
+        sizes = {"tp": 1, "pp": 1, "ep": 1, **case["sizes"]}
+        result: dict[str, Any] = {"name": case["name"], "ok": True}
+        options = ["--model", case["source"], "--exist_ok", "true", *case["options"]]
+        for size, name in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+            options += [f"--{name}_model_parallel_size", str(sizes[size])]
+        try:
+            megatron_export_main(options)
+        except Exception:
+            result |= {"ok": False, "error": {str(dist.get_rank()): traceback.format_exc()}}
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        if dist.get_rank() == 0:
+            worst = next((found for found in results if not found["ok"]), result)
+            (out / f"{case['name']}.json").write_text(json.dumps(worst))
+        parallel_state.destroy_model_parallel()
+        gpt_bridge.EP_PP_GROUP = None  # groups of the sizes of this case
+        gc.collect()
+
+
+if __name__ == "__main__":
+    prepare()
+    os.environ.setdefault("WORLD_SIZE", "1")
+    sys.exit(forked.fork_ranks(run))
