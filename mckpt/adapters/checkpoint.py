@@ -262,6 +262,14 @@ def of_files(
     program = "swift" if swift else "megatron"
     ends = rules()[program]["factors"]
     outer = [(key, shape) for key, _, shape, _ in shown if key.endswith(f".{ends['b']}")]
+    if swift and (whole := [key for key in keys if f".{rules()[program]['whole']}." in key]):
+        raise UsageError.of(
+            f"{files.opened.root}: has whole tensors (modules_to_save), which mckpt does not read"
+            " beside the adapters of ms-swift:",
+            whole,
+            "`megatron export --mcore_adapter DIR --model MODEL --to_hf true --merge_lora false` of"
+            " ms-swift writes a directory of PEFT.",
+        )
     if flat := [key for key, shape in outer if len(shape) < 2 or not shape[-1]]:
         raise SourceError.of(f"{files.opened.root}: has factors without a rank:", flat)
     ranks = {shape[-1] for _, shape in outer}

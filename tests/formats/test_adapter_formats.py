@@ -5,6 +5,10 @@ DeepSeek-V3), and checksums of the factors that it exported to PEFT from the sam
 fixtures/adapters/trained.tar.xz has two of linear_qkv in tiny-qwen3 that it saved at tp 2 with the
 state of Adam, in the forms fully_reshardable (trained) and dp_reshardable (flat). Both programs are
 tests/helpers/bridge_adapters.py.
+
+fixtures/adapters/swift.tar.xz has an adapter of tiny-qwen3 that `megatron export` of ms-swift 4.6.0
+(mcore-bridge 1.6.5) made at tp 2 from the directory of PEFT that the test writes; the program is
+tests/helpers/swift_adapters.py.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ from mckpt.adapters.checkpoint import of_megatron
 from mckpt.adapters.converting import opened_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
+from mckpt.checkpoint.files import open_files
 from mckpt.containers import safe_pickle
 from mckpt.conversion.planning import make_plan
 from mckpt.conversion.target import TargetOptions
 from mckpt.values import adding
-from tests.helpers import lora
+from tests.helpers import adapters, lora
 from tests.helpers.commands import Pt, edit_json, good, refused
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import FIXTURES, TinyModel, unpack
@@ -39,6 +44,8 @@ QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
 # the case, the layout that its modules need, and the dialect in which Megatron-Bridge has the model
 BLOCK = ("--layout", "block")
 CASES = (("llama", "fused"), ("canon", "canonical"), ("q35", "fused"), ("ds", "fused"))
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 SIZES = (("--tp", 1), ("--tp", 2, "--pp", 2), ("--tp", 4))
 
 
@@ -451,19 +458,103 @@ def test_dora_there_and_back(case: str, layout: str, tiny_model: TinyModel, tmp_
     expect_close(tmp_path / "merged", tmp_path / "again")
 
 
-def test_adapters_of_ms_swift_are_named(tmp_path: Path) -> None:
-    import torch
+@pytest.fixture(scope="module")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack("adapters/swift", tmp_path_factory.mktemp("swift")) / "swift"
 
-    good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "a", *BLOCK, "--format", "torch")
-    file = next((tmp_path / "a").rglob("*.pt"))
-    state = torch.load(file, weights_only=False)
-    names = (("adapter.linear_in", "lora_A.default"), ("adapter.linear_out", "lora_B.default"))
-    for before, after in names:
-        state["model"] = {key.replace(before, after): v for key, v in state["model"].items()}
-    torch.save(state, file)
-    for command in (("adapter", "to-hf"), ("megatron-to-hf",)):
-        args = (*command, tmp_path / "a", tmp_path / "b")
-        refused(3, "adapters of ms-swift", "--mcore_adapter DIR", args=args)
+
+def test_an_adapter_of_ms_swift(swift: Path, tmp_path: Path) -> None:
+    shapes = adapters.modules(QWEN3, *ATTENTION, *MLP)
+    peft = adapters.write(
+        tmp_path / "peft", adapters.factors(shapes, rank=2), r=2, lora_alpha=8, use_rslora=True
+    )
+    wanted, like = lora.tensors(peft), ("--like", QWEN3)
+    shown = good("adapter", "inspect", swift, *like, "--json").json
+    assert (shown["program"], shown["kind"], shown["rank"]) == ("ms-swift", "LoRA", 2)
+    assert shown["alpha"] == pytest.approx(8 * 2**0.5)
+    good("megatron-to-hf", swift, tmp_path / "read", *like)
+    found = lora.tensors(tmp_path / "read")
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+    for number, sizes in enumerate(SIZES):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        good("adapter", "reshard", swift, there, *like, *sizes)
+        assert good("adapter", "inspect", there, *like, "--json").json["program"] == "ms-swift"
+        good("adapter", "to-hf", there, back, *like)
+        assert lora.bytes_of(back) == lora.bytes_of(tmp_path / "read")
+    for adapter in (swift, peft, tmp_path / "there1"):
+        good("adapter", "merge", QWEN3, adapter, tmp_path / "merged" / adapter.name)
+    merged = [lora.tensors(tmp_path / "merged" / name) for name in ("swift", "peft", "there1")]
+    weights = lora.tensors(QWEN3)
+    for module, scale in ((module, 8 / 2**0.5) for module in shapes):
+        key = f"{module}.weight"
+        added = lora.product(wanted, module, scale)
+        assert all(lora.apart(one[key], weights[key], added) <= 0.5 for one in merged)
+
+
+def test_an_adapter_for_ms_swift_has_its_names_args_and_order(swift: Path, tmp_path: Path) -> None:
+    """Written at the sizes of the sample, it has the same entries with the same values."""
+    shapes = adapters.modules(QWEN3, *ATTENTION, *MLP)
+    peft = adapters.write(tmp_path / "peft", adapters.factors(shapes, rank=2), r=2, lora_alpha=8)
+    written = ("adapter", "to-megatron", peft, QWEN3, tmp_path / "a", "--layout", "swift")
+    out = good(*written, "--tp", 2)
+    assert (
+        "--lora_rank 2 --lora_alpha 8 --target_modules linear_fc1 linear_fc2" in out.out + out.err
+    )
+    assert (tmp_path / "a/latest_checkpointed_iteration.txt").read_text() == "1"
+    ours, theirs = (
+        {
+            key: value
+            for key, value in entries(place / "iter_0000001").items()
+            if "common" not in key
+        }
+        for place in (tmp_path / "a", swift)
+    )
+    assert ours.keys() == theirs.keys() and len(ours) == 40
+    assert all(np.array_equal(ours[key], theirs[key]) for key in ours)
+    args = open_files(tmp_path / "a", SourceOptions()).args
+    assert args is not None
+    assert (args["tuner_type"], args["lora_rank"], args["lora_alpha"]) == ("lora", 2, 8)
+    refused(
+        2,
+        "differ",
+        "--layout swift-block",
+        args=(*written[:2], ADAPTER, *written[3:], "--overwrite"),
+    )
+    refused(2, "does not read", "torch_dist", args=(*written, "--format", "torch", "--overwrite"))
+    good(*written[:2], ADAPTER, *written[3:5], *("--layout", "swift-block", "--overwrite"))
+    good("adapter", "merge", QWEN3, tmp_path / "a", tmp_path / "merged")
+    good("adapter", "merge", QWEN3, ADAPTER, tmp_path / "wanted")
+    good("diff", tmp_path / "merged", tmp_path / "wanted")
+
+
+def test_what_ms_swift_saves_beside_the_factors_is_refused(swift: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(swift, tmp_path / "copy")
+    place = next(copy.rglob(".metadata"))
+    before, after = (
+        b"self_attention.linear_proj.lora_B.default",
+        b"self_attention.l.modules_to_save.default.",
+    )
+    place.write_bytes(place.read_bytes().replace(before, after))
+    refused(
+        2, "modules_to_save", "--mcore_adapter", args=("adapter", "inspect", copy, "--like", QWEN3)
+    )
+
+
+def entries(directory: Path) -> dict[str, Any]:
+    """Returns the tensors of a torch_dist checkpoint, and None for each of its objects."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if hasattr(entry, "size")
+    }
+    _load_state_dict(found, FileSystemReader(directory), no_dist=True)
+    return {key: found[key].numpy() if key in found else None for key in stored}
 
 
 @pytest.mark.parametrize("layout", ["canonical", "block"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import mckpt
+from mckpt.containers import safe_pickle
 from mckpt.formats import foreign
 from tests.helpers import commands
-from tests.helpers.commands import good, refused
-from tests.helpers.tiny import tensors, tiny_random, write_weights
+from tests.helpers.commands import Pt, good, refused
+from tests.helpers.tiny import FIXTURES, tensors, tiny_random, write_weights
 
+QWEN3 = FIXTURES / "tiny-qwen3"
 Rename = Callable[[str], str]
 
 
@@ -164,3 +167,36 @@ def test_a_step_of_torchtitan_did_finish(tmp_path: Path) -> None:
     (source / ".metadata").write_bytes(pickle.dumps({"tok_embeddings.weight": 0}))
     said = refused(3, "torchtitan", args=("megatron-to-hf", source, tmp_path / "dst"))
     assert "never finished" not in said
+
+
+def test_a_checkpoint_whose_args_are_those_of_ms_swift_4(tmp_path: Path) -> None:
+    """They do not describe the model, which config.json does, but for those that change it."""
+    good("hf-to-megatron", QWEN3, tmp_path / "a", "--tp", 2)
+    unit = tmp_path / "a/release"
+    (unit / "mckpt.json").unlink()
+    shutil.rmtree(tmp_path / "a/hf")
+    common = Pt(unit / "common.pt")
+    args = {
+        "swift_version": "4.6.0",
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "template": "qwen3",
+        "apply_query_key_layer_scaling": True,
+        "mtp_num_layers": None,
+    }
+    common.value["args"] = safe_pickle.namespace(**args)
+    common.save()
+    like = ("--like", QWEN3)
+    refused(
+        2,
+        "no args with the sizes of the model",
+        "--like",
+        args=("megatron-to-hf", unit, tmp_path / "b"),
+    )
+    good("megatron-to-hf", unit, tmp_path / "b", *like)
+    good("diff", QWEN3, tmp_path / "b")
+    good("reshard", unit, tmp_path / "c", *like, "--tp", 1)
+    good("diff", QWEN3, tmp_path / "c", *like)
+    common.value["args"] = safe_pickle.namespace(**args, rope_scaling={"type": "linear"})
+    common.save()
+    refused(4, "args.rope_scaling", args=("megatron-to-hf", unit, tmp_path / "d", *like))
