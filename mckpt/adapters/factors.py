@@ -200,8 +200,8 @@ class AdapterNames(Names):
 
     @property
     def objects(self) -> list[Bound]:
-        """The rules of Transformer Engine's _extra_state, which the weights have, and the factors of
-        ms-swift.
+        """The rules of Transformer Engine's _extra_state, which weights and the factors of ms-swift
+        have.
         """
         ends = rules()[self.program].get("objects", [])
         return (super().objects if self.whole else []) + [

@@ -34,7 +34,7 @@ from mckpt.conversion.planning import make_plan
 from mckpt.conversion.target import TargetOptions
 from mckpt.values import adding
 from tests.helpers import adapters, lora
-from tests.helpers.commands import Pt, edit_json, good, refused
+from tests.helpers.commands import Pt, edit_json, good, refused, save_pt
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import FIXTURES, TinyModel, unpack
 from tests.unit.test_adapters import made
@@ -539,6 +539,36 @@ def test_what_ms_swift_saves_beside_the_factors_is_refused(swift: Path, tmp_path
     refused(
         2, "modules_to_save", "--mcore_adapter", args=("adapter", "inspect", copy, "--like", QWEN3)
     )
+
+
+@pytest.mark.parametrize("sizes", [("--tp", 2), ("--tp", 2, "--pp", 2)])
+def test_the_adapters_that_verl_saves(sizes: Any, tmp_path: Path) -> None:
+    """verl has Megatron-Bridge's modules, and saves a dict of each rank without alpha or args."""
+    good(
+        "adapter",
+        "to-megatron",
+        ADAPTER,
+        QWEN3,
+        tmp_path / "a",
+        *BLOCK,
+        "--format",
+        "torch",
+        *sizes,
+    )
+    good("adapter", "to-hf", tmp_path / "a", tmp_path / "wanted")
+    alpha = json.loads((tmp_path / "wanted/adapter_config.json").read_text())["lora_alpha"]
+    place = tmp_path / "actor/adapter_checkpoint"
+    place.mkdir(parents=True)
+    for file in (tmp_path / "a").rglob("*.pt"):
+        rank = Pt(file)
+        state = {k: v for k, v in rank.value["model"].items() if v is not None}
+        save_pt(place / f"{file.parent.name}_adapter.pt", {"adapter_state_dict": state}, rank.data)
+    read = ("adapter", "to-hf", place, tmp_path / "read", "--like", QWEN3)
+    refused(2, "give --alpha", args=read)
+    good(*read, "--alpha", alpha)
+    assert lora.bytes_of(tmp_path / "read") == lora.bytes_of(tmp_path / "wanted")
+    next(place.glob("mp_rank_01*")).unlink()
+    refused(3, "mp_rank_0", args=(*read, "--alpha", alpha, "--overwrite"))
 
 
 def entries(directory: Path) -> dict[str, Any]:

@@ -68,6 +68,7 @@ CHOICES = {"keys": ("local",)}  # of the dialects
 # of the files, of which a checkpoint has those of one pattern
 _PATTERNS = ("mp_rank_*/*.pt", "?p_rank_*/*.ckpt", "*.pt", "*.ckpt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_ADAPTER = "_adapter.pt"  # ends the name of a rank's file with adapters, of verl
 _NEMO_RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 _MAX_DEPTH = 8  # of dicts in a model; Megatron-LM has 4
 
@@ -106,6 +107,8 @@ class Torch:
         found = [p.name for p in path.iterdir() if p.is_dir() and os.listdir(p) != [OPTIMIZER]]
         # by Megatron's name of each
         self._stored = {_NEMO_RANK.sub(r"mp_rank_\1_\2", name): name for name in found}
+        files = [p.name for p in path.glob(f"mp_rank_*{_ADAPTER}")]
+        self._stored |= {name.removesuffix(_ADAPTER): name for name in files}
         self.directories = sorted(filter(_RANK.fullmatch, self._stored))
         self.alone = not self.directories and _file_in(path) is not None
         if self.alone:
@@ -374,6 +377,8 @@ class Torch:
         value, data = self._parse(path)
         if not isinstance(value, dict):
             raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a dict")
+        if "adapter_state_dict" in value:  # verl
+            value = {"model": value["adapter_state_dict"]}
         if value and all(isinstance(k, str) and k.startswith("model.") for k in value):  # NeMo
             value = {"model": {unwrapped(key): found for key, found in value.items()}}
         names = (
@@ -413,7 +418,10 @@ class Torch:
 
     def _path(self, directory: str) -> str:
         """Returns the path of the file with the weights of a rank, which may be missing."""
-        folder = self.root if self.alone else self.root / self._stored.get(directory, directory)
+        stored = self._stored.get(directory, directory)
+        if stored.endswith(_ADAPTER):
+            return str(self.root / stored)
+        folder = self.root if self.alone else self.root / stored
         return str(_file_in(folder) or folder / FILE)
 
     def _parse(self, path: str) -> tuple[Any, Ranges]:
