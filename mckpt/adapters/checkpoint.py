@@ -307,6 +307,13 @@ def of_files(
             " the same; mckpt reads DoRA that was saved at tp 1"
         )
     names = replace(names, choices=files.opened.choices(names))
+    stated = files.args is not None or files.manifest or (files.opened.root / RUN_CONFIG).exists()
+    if not stated and not files.opened.format.fixed_sizes and names.has_rows_by_rank:
+        raise UsageError(
+            f"{files.opened.root}: has adapters whose rows are in the order of the tensor-parallel"
+            f" ranks, and neither {RUN_CONFIG} nor args state tp; let the program that saved them"
+            " write a directory of PEFT"
+        )
     if not (files.opened.format.fixed_sizes and max(model.parallel.pp, model.parallel.vpp) > 1):
         # whose keys have the numbers of the layers in the model, not those in a stage
         names = replace(names, keys=frozenset(filter(FACTOR.search, keys)))

@@ -137,7 +137,10 @@ class AdapterNames(Names):
         choices = {"keys": "local", "experts": "grouped", "transformer_impl": "transformer_engine"}
         local = replace(self, choices={**self.choices, **choices})  # the names of modules
         adapted = {m.stem.partition(f".{self.module or '.'}")[0].rstrip(".") for m in local.modules}
-        every = {b.rule.key.partition(".weight")[0] for b in self.mapping.bind(local.scope())}
+        rules_of = (b.rule for b in self.mapping.bind(local.scope()))
+        # ms-swift builds layers of multi-token prediction only on request
+        built = (rule for rule in rules_of if self.mtp or not (rule.mtp and self.by_swift))
+        every = {rule.key.partition(".weight")[0] for rule in built}
         out: set[str] = set()
         for stem in adapted:
             before, _, leaf = stem.rpartition(".")

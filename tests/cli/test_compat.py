@@ -203,7 +203,7 @@ def _becomes(name: str, translated: list[str]) -> bool:
         ("swift export --model A --output_dir B", ["cannot be translated; known are", "--to_hf"]),
         (
             "swift export --mcore_model A --mcore_adapter C --to_hf true --output_dir B",
-            ["--mcore_adapter C: mckpt converts whole weights"],
+            ["--mcore_adapter C: this command converts whole weights"],
         ),
         (
             "python -m verl.model_merger merge --backend megatron --target_dir B"

@@ -571,6 +571,25 @@ def test_the_adapters_that_verl_saves(sizes: Any, tmp_path: Path) -> None:
     refused(3, "mp_rank_0", args=(*read, "--alpha", alpha, "--overwrite"))
 
 
+def test_rows_by_rank_need_the_tp_of_the_file(tmp_path: Path) -> None:
+    """verl 0.9 saves torch_dist without args."""
+    for layout, code in (("block", 0), ("canonical", 2)):
+        place = tmp_path / layout
+        made_of = ("adapter", "to-megatron", ADAPTER, QWEN3, place, "--layout", layout)
+        good(*made_of, "--tp", 2)
+        for name in ("run_config.yaml", "mckpt.json"):
+            (place / "release" / name).unlink()
+        common = Pt(place / "release/common.pt")
+        del common.value["args"]
+        common.save()
+        read = ("adapter", "to-hf", place / "release", tmp_path / f"{layout} read")
+        read += ("--like", QWEN3, "--alpha", 12)
+        if code:
+            refused(code, "in the order of the tensor-parallel ranks", args=read)
+        else:
+            good(*read)
+
+
 def entries(directory: Path) -> dict[str, Any]:
     """Returns the tensors of a torch_dist checkpoint, and None for each of its objects."""
     import torch

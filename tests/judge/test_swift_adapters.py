@@ -63,10 +63,12 @@ def ran(work: Path) -> dict[str, dict[str, Any]]:
         told = next(line for line in said.err.splitlines() if line.startswith("ms-swift loads"))
         # to export at pp 2, the ranks would have to send tensors on a GPU
         flat = {size: n for size, n in sizes.items() if size != "pp"}
+        loading = shlex.split(told.partition(" with ")[2])
+        targets = loading[loading.index("--target_modules") :]
         runs = (
-            ("saved", sizes, ["--to_mcore", "true", "--adapters", str(peft)]),
+            ("saved", sizes, ["--to_mcore", "true", "--adapters", str(peft), *targets]),
             ("exported", flat, ["--to_hf", "true", "--mcore_adapter", str(work / "saved" / name)]),
-            ("loaded", flat, ["--to_hf", "true", *shlex.split(told.partition(" with ")[2])]),
+            ("loaded", flat, ["--to_hf", "true", *loading]),
         )
         for what, own, options in runs:
             options += ["--model_type", config["model_type"], "--template", "dummy"]
