@@ -15,6 +15,7 @@ from mckpt.adapters import factors
 from mckpt.adapters.factors import A, AdapterNames, B, name_of
 from mckpt.adapters.fitting import Fit, fit
 from mckpt.adapters.peft import PeftAdapter, is_alpha, rules
+from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
@@ -23,12 +24,14 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names
 from mckpt.formats.foreign import FACTOR, advice, has_adapter
+from mckpt.formats.megatron.interface import as_megatron
 from mckpt.formats.megatron.optimizer import (
     Optimizer,
     is_muon,
     keys_of,
 )
-from mckpt.formats.megatron.run_config import RUN_CONFIG, read_model, read_section
+from mckpt.formats.megatron.optimizer.buckets import SHARED
+from mckpt.formats.megatron.run_config import RUN_CONFIG, read_section
 from mckpt.geometry.box import Layout, Piece, Stored, whole_box
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
@@ -75,22 +78,33 @@ class AdapterCheckpoint(Checkpoint):
     def optimizer(self) -> Optimizer | None:
         """Returns the states of the factors, None if there are none.
 
-        Raises UsageError for states that are not stored factor by factor.
+        Raises UsageError for states of another optimizer than Adam, or of other parameters too.
         """
         if "optimizer" not in self.left_behind():
             return None
-        states = keys_of(self.opened.keys())
-        found = super().optimizer if states and all(map(FACTOR.search, states)) else None
+        assert isinstance(self.named, AdapterNames)
+        found = None
+        alone = not (self.named.whole and self.opened.format.fixed_sizes)
+        if alone and all(map(FACTOR.search, keys_of(self.opened.keys()))):
+            found = self._optimizer
         if found is None or is_muon(found.groups):
             raise UsageError(
-                f"{self.path}: mckpt converts the optimizer's state of adapters only if it is that"
-                " of Adam in torch_dist and has a tensor for each factor. Save it so, with"
-                " dist_ckpt_optim_fully_reshardable in the section `checkpoint` of Megatron-Bridge,"
-                " or give --no-optimizer to convert the adapters alone"
+                f"{self.path}: mckpt converts the optimizer's state of adapters if it is that of"
+                " Adam, in torch_dist or torch, and of no other parameters; in torch, if the file"
+                " has the adapters alone. Give --no-optimizer to convert the adapters without it"
             )
-        assert isinstance(self.named, AdapterNames)
         shared = factors.shared(found.layout, self.named.modules, self.named.rank)
         return found._replace(layout=shared)
+
+    @property
+    def _optimizer(self) -> Optimizer | None:
+        """Returns the states of the parameters that are factors."""
+        opened = as_megatron(self.opened)
+        assert isinstance(self.named, AdapterNames) and opened is not None
+        # the keys of torch_dist do not show whether the experts of a rank share an adapter
+        choices = {**self.named.choices, SHARED: _section(self.files).get(SHARED, True)}
+        own: Names = replace(self.named, whole=False, choices=choices)
+        return masters.read(opened, own, self.held)
 
     @property
     def base(self) -> AdapterCheckpoint | None:
@@ -224,11 +238,26 @@ def of_megatron(
     UsageError if the checkpoint does not state their alpha.
     """
     files = open_files(path, options)
-    if not files.is_megatron or not has_adapter(files.opened.keys()):
+    model = _Model(files)
+    if not files.is_megatron or not has_adapter(
+        key for stage in _stages(files, model) for chunk in stage for key in chunk
+    ):
         hint = advice(files.opened.keys())
         error = SourceError(f"{files.path}: has no adapters whose names mckpt knows")
         raise error.with_hint(hint) if hint else error
-    return of_files(files, _Model(files), alpha, otherwise)
+    return of_files(files, model, alpha, otherwise)
+
+
+def _stages(
+    files: CheckpointFiles, model: ModelDescription
+) -> list[list[dict[str, tuple[int, ...]]]]:
+    """Returns the shapes of the tensors of each [pipeline rank][virtual stage], by key; of a format
+    whose keys do not depend on the stages, all of them as one.
+    """
+    if files.opened.format.fixed_sizes:
+        stages: list[list[dict[str, tuple[int, ...]]]] = files.opened.stages(model.parallel)  # type: ignore[attr-defined]  # only such formats have it
+        return stages
+    return [[{key: shape for key, _, shape, _ in files.opened.show(None).tensors}]]
 
 
 def with_factors(source: Checkpoint) -> Checkpoint:
@@ -255,14 +284,13 @@ def of_files(
 
     model: of the weights that the adapters belong to.
     """
-    shown = files.opened.show(None).tensors
-    # the stages of a pipeline may have different layers
-    keys = list(getattr(files.opened, "stage_keys", files.opened.keys)())
-    swift = any(key.endswith(rules()["swift"]["factors"]["a"]) for key in keys)
+    stages = _stages(files, model)
+    shapes = {key: shape for stage in stages for chunk in stage for key, shape in chunk.items()}
+    swift = any(key.endswith(rules()["swift"]["factors"]["a"]) for key in shapes)
     program = "swift" if swift else "megatron"
     ends = rules()[program]["factors"]
-    outer = [(key, shape) for key, _, shape, _ in shown if key.endswith(f".{ends['b']}")]
-    if swift and (whole := [key for key in keys if f".{rules()[program]['whole']}." in key]):
+    outer = [(key, shape) for key, shape in shapes.items() if key.endswith(f".{ends['b']}")]
+    if swift and (whole := [key for key in shapes if f".{rules()[program]['whole']}." in key]):
         raise UsageError.of(
             f"{files.opened.root}: has whole tensors (modules_to_save), which mckpt does not read"
             " beside the adapters of ms-swift:",
@@ -288,24 +316,18 @@ def of_files(
         model.mapping,
         model.dims,
         model.mapping.choices_in(files.common.stated if files.common else {}),
-        _saved_with(files, model.parallel),
+        model.parallel,
         rank=ranks.pop(),
         program=program,
-        canonical=any(".adapter.adapter_" in key for key in keys),
-        mtp=any(key.startswith("mtp.") for key in keys),
-        dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in keys),
+        canonical=any(".adapter.adapter_" in key for key in shapes),
+        mtp=any(key.startswith("mtp.") for key in shapes),
+        dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in shapes),
         whole=any(
             not FACTOR.search(key) and model.mapping.ignore.keys().isdisjoint(key.split("."))
-            for key, *_ in shown
+            for key in shapes
         ),
     )
-    names = replace(names, weights=_adapted(names, keys))
-    if names.dora and names.parallel.tp > 1:
-        raise UsageError(
-            f"{files.opened.root}: has DoRA at tp {names.parallel.tp}, where Megatron-Bridge"
-            " divides by the lengths of the rows of each rank, so no directory of PEFT computes"
-            " the same; mckpt reads DoRA that was saved at tp 1"
-        )
+    names = replace(names, weights=_adapted(names, shapes))
     names = replace(names, choices=files.opened.choices(names))
     stated = files.args is not None or files.manifest or (files.opened.root / RUN_CONFIG).exists()
     if not stated and not files.opened.format.fixed_sizes and names.has_rows_by_rank:
@@ -314,9 +336,16 @@ def of_files(
             f" ranks, and neither {RUN_CONFIG} nor args state tp; let the program that saved them"
             " write a directory of PEFT"
         )
-    if not (files.opened.format.fixed_sizes and max(model.parallel.pp, model.parallel.vpp) > 1):
-        # whose keys have the numbers of the layers in the model, not those in a stage
-        names = replace(names, keys=frozenset(filter(FACTOR.search, keys)))
+    if names.dora and (lost := names.without_lengths):
+        raise UsageError.of(
+            f"{files.opened.root}: has DoRA at tp {names.parallel.tp} of weights whose columns the"
+            " ranks share, or which they do not cut. There Megatron-Bridge divides by the length of"
+            " each rank's part of a row, so that the ranks compute different outputs and no weights"
+            " compute the same:",
+            lost,
+            "Train them at tp 1, or without these modules.",
+        )
+    names = replace(names, there=names.found_in(stages))
     every = factors.shared(files.opened.layout(names), names.modules, names.rank)
     held, weights = (
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
@@ -326,17 +355,6 @@ def of_files(
     beside = weights if weights.stored else None
     source = AdapterCheckpoint(files, model, held=held, scale=scale, named=names, beside=beside)
     return source, names
-
-
-def _saved_with(files: CheckpointFiles, parallel: Parallel) -> Parallel:
-    """Returns the sizes with which adapters were saved. Some of their rows are in the order of the
-    tensor-parallel ranks, in torch_dist too.
-    """
-    path = files.opened.root / RUN_CONFIG
-    if files.args is None and path.exists():
-        tp = read_model(path).get("tensor_model_parallel_size")
-        return replace(parallel, tp=tp) if isinstance(tp, int) and tp > 0 else parallel
-    return parallel
 
 
 def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
@@ -367,9 +385,7 @@ def _alpha(
             f"{files.opened.root}: its args state lora_rank {rank}, and its factors have the rank"
             f" {names.rank}"
         )
-    path = files.opened.root / RUN_CONFIG
-    section = read_section(path, "peft") if path.exists() else None
-    stated = section.get("alpha") if isinstance(section, Mapping) else None
+    path, stated = files.opened.root / RUN_CONFIG, _section(files).get("alpha")
     recorded = files.manifest.get("adapter", {})
     for where, alpha in (
         ("--alpha", given),
@@ -387,6 +403,13 @@ def _alpha(
         f"{files.opened.root}: neither {RUN_CONFIG} nor mckpt.json nor its args state the alpha of"
         " its adapters; give --alpha"
     )
+
+
+def _section(files: CheckpointFiles) -> Mapping[str, Any]:
+    """Returns the section `peft` of a checkpoint's run_config.yaml; empty without one."""
+    path = files.opened.root / RUN_CONFIG
+    section = read_section(path, "peft") if path.exists() else None
+    return section if isinstance(section, Mapping) else {}
 
 
 def show(source: AdapterCheckpoint, names: AdapterNames) -> dict[str, Any]:

@@ -562,10 +562,12 @@ def _refuse_dora(
     rows: of the vocabulary with padding.
     """
     cure = "merge the adapter with `mckpt adapter merge` instead"
-    if names.parallel.tp > 1:
-        raise UsageError(
-            f"DoRA at tp {names.parallel.tp}: Megatron-Bridge divides by the lengths of the rows of"
-            f" each rank, which are not those of PEFT; give --tp 1, or {cure}"
+    if cut := names.without_lengths:
+        raise UsageError.of(
+            f"DoRA at tp {names.parallel.tp}: the ranks do not have whole rows of these weights,"
+            " and Megatron-Bridge divides by the lengths of their parts, which PEFT does not:",
+            cut,
+            f"Give --tp 1, or {cure}.",
         )
     if how == "canonical":
         raise UsageError(
@@ -585,7 +587,7 @@ def _refuse_dora(
             )
         for layer, expert in zip(*map(list, module.bound.instances()), strict=True):
             there = [(name, int(layer), int(expert)) in members for name in module.of]
-            if any(there) and not all(there):
+            if not all(there):  # a magnitude of 0 would make the row 0
                 lost += [
                     name.format(layer=layer, expert=expert)
                     for name, found in zip(module.of, there, strict=True)
@@ -593,8 +595,8 @@ def _refuse_dora(
                 ]
     if lost:
         raise UsageError.of(
-            "Megatron has one linear for several weights, and with DoRA all or none of them must"
-            " have magnitudes; these have none:",
+            "Megatron has one linear for several weights, and one key for all layers, and with DoRA"
+            " all or none of them must have magnitudes; these have none:",
             lost,
             f"Train them too, or {cure}.",
         )

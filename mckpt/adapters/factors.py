@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from mckpt.adapters.peft import rules
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names
+from mckpt.formats.megatron.torch_shards import instances
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
@@ -57,9 +58,9 @@ class AdapterNames(Names):
     canonical: bool = False  # a pair of factors for each weight, not for each module
     mtp: bool = True  # layers of multi-token prediction have adapters too
     whole: bool = False  # the weights of the base are in the checkpoint as well
-    dora: bool = False  # the adapters have magnitudes; Megatron's tp is 1
-    # of the stored factors, if the adapters of some layers only may be there; None: of all layers
-    keys: frozenset[str] | None = None
+    dora: bool = False  # the adapters have magnitudes
+    # the weights and the layer of each adapter, if those of some layers may be left out; None: all
+    there: frozenset[tuple[tuple[str, ...], int]] | None = None
 
     @property
     def by_swift(self) -> bool:
@@ -82,7 +83,17 @@ class AdapterNames(Names):
         """Returns whether torch_dist has rows in the order of the tensor-parallel ranks, so that a
         program that does not know this order reads them at the same tp only.
         """
-        return self.canonical or any(module.by_rank for module in self.modules)
+        return self.canonical or self.dora or any(module.by_rank for module in self.modules)
+
+    @property
+    def without_lengths(self) -> list[str]:
+        """Returns the adapted weights of which no tensor-parallel rank has whole rows, or one has
+        other rows than those of its factors. With DoRA, Megatron-Bridge then divides by lengths
+        that are not those of the rows.
+        """
+        cut = [m for m in self.modules if m.bound.rule.tp not in ("column", "vocab")]
+        found = [name for module in cut for name in module.of]
+        return [_INDEX.sub("*", name) for name in found] if self.parallel.tp > 1 else []
 
     @cached_property
     def modules(self) -> list[Module]:
@@ -108,7 +119,7 @@ class AdapterNames(Names):
         for stem, several in sections.items():
             of = tuple(name for b in several for name in b.rule.of)
             found += self._by_rank(several[0], of, stem)
-        return found if self.keys is None else [m for m in map(self._there, found) if m]
+        return found if self.there is None else [m for m in map(self._there, found) if m]
 
     def _by_rank(self, b: Bound, of: tuple[str, ...], stem: str) -> Iterator[Module]:
         """Yields a module whose B has, for each tensor-parallel rank, its part of each weight."""
@@ -117,17 +128,41 @@ class AdapterNames(Names):
             yield module._replace(by_rank=True)
 
     def _there(self, module: Module) -> Module | None:
-        """Returns a module of those layers that have a factor among `keys`; None if none has.
-
-        A key without the number of the layer belongs to all layers.
-        """
-        b, keys = module.bound, self.keys or frozenset()
-        ends = rules()[self.program]["factors"].values()
-        named = [b._replace(rule=b.rule._replace(key=module.stem + end)) for end in ends]
-        numbers = enumerate(b.numbers.tolist())
-        kept = [row for row, number in numbers if any(one.key(number) in keys for one in named)]
+        """Returns a module of those layers that have the adapter; None if none has."""
+        b, there = module.bound, self.there or ()
+        kept = [row for row, layer in enumerate(b.layers.tolist()) if (module.of, layer) in there]
         some = b._replace(layers=b.layers[kept], numbers=b.numbers[kept])
         return module._replace(bound=some) if kept else None
+
+    def found_in(
+        self, stages: Sequence[Sequence[Collection[str]]]
+    ) -> frozenset[tuple[tuple[str, ...], int]]:
+        """Returns the weights and the layer of each adapter of which a factor is stored.
+
+        stages: the keys of each [pipeline rank][virtual stage]; if keys do not depend on the stage,
+        all of them as one.
+        """
+        ends = rules()[self.program]["factors"].values()
+        found = set[tuple[tuple[str, ...], int]]()
+        local = self.choices.get("keys") != "global" and len(stages) == self.parallel.pp
+        split = self.stages() if local else []
+        for module in self.modules:
+            b = module.bound
+            for named in (b._replace(rule=b.rule._replace(key=module.stem + end)) for end in ends):
+                if local:
+                    places = [
+                        (stages[p][v], layer, key)
+                        for p, stage in enumerate(split)
+                        for v, layer, _, key in instances(
+                            named, stage, p, self.parallel, self.dims, 0
+                        )
+                        if v < len(stages[p])
+                    ]
+                else:
+                    numbers = zip(b.layers.tolist(), b.numbers.tolist(), strict=True)
+                    places = [(stages[0][0], layer, named.key(number)) for layer, number in numbers]
+                found.update((module.of, layer) for keys, layer, key in places if key in keys)
+        return frozenset(found)
 
     def targets(self) -> list[str]:
         """Returns `target_modules` of the program, with which it adapts these modules and no
@@ -198,6 +233,10 @@ class AdapterNames(Names):
                     key=stem + rules()["megatron"]["magnitude"],
                     of=tuple(name_of(name, MAGNITUDE, self.rank) for name in of),
                 )
+                if self.choices.get("keys") == "global" and rest.pack == "gated":
+                    # torch_dist has those of each tensor-parallel rank one after the other
+                    tp = Expression(str(self.parallel.tp))
+                    lengths = lengths._replace(pack="qkv", heads=tp)
                 out.append(b._replace(rule=lengths))
         return out
 

@@ -43,8 +43,10 @@ HALF_LEAST = 2.0**-38
 HALF_INEXACT, HALF_SPREAD = 0.25, 4.0
 
 
-def read(opened: OpenedMegatron, names: Names) -> Optimizer | None:
+def read(opened: OpenedMegatron, names: Names, weights: Layout | None = None) -> Optimizer | None:
     """Returns the optimizer's state of a checkpoint, None if it has none.
+
+    weights: the places of the parameters of `names`, if the checkpoint has other weights too.
 
     Flat buffers have the parameters in an order that follows from choices which the keys of
     torch_dist do not show. If those of the args do not fit the weights, others are tried.
@@ -59,7 +61,7 @@ def read(opened: OpenedMegatron, names: Names) -> Optimizer | None:
         )
     if first is None or first.portable:
         return first
-    weights = opened.layout(names)
+    weights = opened.layout(names) if weights is None else weights
     half = in_half(args)
     if fit(weights, first.layout, half):
         return first

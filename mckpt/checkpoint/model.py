@@ -21,6 +21,7 @@ from mckpt.formats.megatron.run_config import (
     RUN_CONFIG,
     description_of,
     mapping_file,
+    parallel_of,
     read_model,
     run_config_dims,
     run_config_text,
@@ -383,7 +384,9 @@ class ModelDescription:
     @cached_property
     def parallel(self) -> Parallel:
         """Returns the parallel sizes with which the checkpoint was saved."""
-        saved = self.files.opened.parallel()
+        saved, path = self.files.opened.parallel(), self.files.opened.root / RUN_CONFIG
+        if self.files.args is None and not self.files.opened.format.fixed_sizes and path.is_file():
+            return parallel_of(path)
         if self.files.args is None or self.mapping.stage_sizes is None:
             return saved
         try:

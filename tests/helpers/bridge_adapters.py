@@ -14,7 +14,8 @@ results stand behind the arrow:
     save     a directory: the adapter gets random values, and Megatron-Bridge saves it there
     kind     with `save`: "lora", "canonical" or "dora"
     options  with `save`: the arguments of its class in Megatron-Bridge
-    trained  fully_reshardable or dp_reshardable: Adam makes a step, and its state is saved in this
+    trained  fully_reshardable, dp_reshardable, or torch (files of that format, which
+             Megatron-Bridge does not write): Adam makes a step, and its state is saved in this
              form; with `load`, Megatron-Core first loads the state of the checkpoint
     load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it
     whole    with `load`: the checkpoint has the weights too, and they are loaded as well
@@ -135,7 +136,9 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
     else:
         fill(model, sizes)
         optimizer = optimizer_of(model) if "trained" in case else None
-    if "save" in case:
+    if case.get("trained") == "torch":
+        save_files(model, optimizer, Path(case["save"]))
+    elif "save" in case:
         save(model, provider, peft, case, optimizer)
     base.save_hf_adapter(model, case["export"], peft, show_progress=False)
     if "tokens" in case:
@@ -271,6 +274,24 @@ def save(model: list[Any], provider: Any, peft: Any, case: dict[str, Any], optim
         opt_param_scheduler=None,
         num_floating_point_operations_so_far=0,
     )
+
+
+def save_files(model: list[Any], optimizer: Any, directory: Path) -> None:
+    """Saves the adapter in the format torch, with Megatron-Core's state of the optimizer."""
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    if ps.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
+    place = directory / "iter_0000001" / name
+    place.mkdir(parents=True)
+    factors = {key: value for key, value in model[0].state_dict().items() if ".adapter." in key}
+    with cpu.as_cuda():
+        state = {"model": factors, "optimizer": optimizer.state_dict(), "iteration": 1}
+        optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
+    torch.save(state, place / "model_optim_rng.pt")
+    (directory / "latest_checkpointed_iteration.txt").write_text("1")
+    dist.barrier()
 
 
 @torch.no_grad()

@@ -70,6 +70,12 @@ SAVED: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
         {"target_modules": ["*.shared_experts.linear_fc1", "*.layers.2.*.linear_proj"]},
     ),
     "dora": ("llama", {}, "dora", {}),
+    "dora of whole rows": (
+        "llama",
+        {"tp": 2},
+        "dora",
+        {"target_modules": ["linear_qkv", "linear_fc1"]},
+    ),
 }
 # What mckpt writes: the model, the modules, the layout, and the sizes at which it is loaded
 WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
@@ -89,8 +95,30 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
     "dora": ("llama", (*ATTENTION, *MLP), "fused", {}),
     "beside the weights": ("llama", (*ATTENTION, *MLP), "fused", {"tp": 2}),
     "beside experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
+    "dora of whole rows": ("llama", (*ATTENTION[:3], *MLP[:2]), "fused", {"tp": 2}),
 }
-EXPORT_IS_WRONG = ("dora",)  # Megatron-Bridge 0.6.2 leaves out the magnitudes
+# Whose states Megatron saves and loads: the model, the form of the state, the class and its
+# arguments, and the sizes before and after
+TRAINED: dict[str, tuple[str, str, str, dict[str, Any], dict[str, int], dict[str, int]]] = {
+    "tensors": ("llama", "fully_reshardable", "lora", {}, {"tp": 2}, {"pp": 2}),
+    "stages": ("llama", "fully_reshardable", "lora", {}, {"pp": 2}, {"tp": 2}),
+    "buffers": ("llama", "dp_reshardable", "lora", {}, {"tp": 2}, {"pp": 2}),
+    "buffers of stages": ("llama", "dp_reshardable", "canonical", {}, {"pp": 2}, {"tp": 2}),
+    "buffers of dora": ("llama", "dp_reshardable", "dora", {}, {}, {"pp": 2}),
+    "buffers of experts": (
+        "qwen3-moe",
+        "dp_reshardable",
+        "lora",
+        {"share_expert_adapters": False},
+        {"tp": 2, "ep": 2},
+        {"pp": 2},
+    ),
+    "buffers of shared adapters": ("qwen3-moe", "dp_reshardable", "lora", {}, {"ep": 2}, {"tp": 2}),
+    "files": ("llama", "torch", "lora", {}, {"tp": 2}, {"pp": 2}),
+    "files of stages": ("llama", "torch", "lora", {}, {"pp": 2}, {"tp": 2}),
+}
+ALPHA = dict.fromkeys(("files", "files of stages"), ("--alpha", 8))  # which state none
+EXPORT_IS_WRONG = ("dora", "dora of whole rows")  # Megatron-Bridge 0.6.2 leaves out the magnitudes
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +161,9 @@ def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
         if whole:
             good("hf-to-megatron", base, out, "--adapter", adapter, *how)
         else:
-            good("adapter", "to-megatron", adapter, base, out, *how)
+            # the magnitudes of whole rows have the order of the ranks
+            tp = sizes["tp"] if name == "dora of whole rows" else 1
+            good("adapter", "to-megatron", adapter, base, out, *how, "--tp", tp)
         cases.append(
             {
                 "name": f"written {name}",
@@ -161,7 +191,7 @@ def write(base: Path, directory: Path, name: str) -> None:
     layers = made_models.text(config(model))["num_hidden_layers"]
     shapes = {m: s for m, s in modules(base, *ends).items() if int(m.split(".")[2]) < layers}
     made = factors(shapes, shared=layout == "fused")
-    if name == "dora":
+    if name in EXPORT_IS_WRONG:
         adapters.write(directory, adapters.magnitudes(base, made), use_dora=True)
     else:
         adapters.write(directory, made)
@@ -206,29 +236,28 @@ def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None
 
 def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
     """Two ranks train, mckpt reshards, and ranks of other sizes load the state and save it."""
-    sizes = ({"tp": 2}, {"pp": 2}), ({"pp": 2}, {"tp": 2})
-    trained = {"trained": "fully_reshardable", "source": str(bases("llama"))}
     cases: tuple[list[dict[str, Any]], ...] = [], []
-    for number, (before, after) in enumerate(sizes):
-        for part, own in enumerate((before, after)):
-            place = work / f"trained{number}{part}"
+    for name, (model, form, kind, options, *sizes) in TRAINED.items():
+        for part, own in enumerate(sizes):
+            place = work / f"trained {name} {part}"
             case = {"name": place.name, "sizes": own, "save": str(place), "export": f"{place}-peft"}
-            given = {"load": str(work / f"resharded{number}")}
-            new = {"kind": "lora", "options": {"dim": 4, "alpha": 8}}
-            cases[part].append({**trained, **case, **(given if part else new)})
+            given = {"load": str(work / f"resharded {name}"), "trained": "fully_reshardable"}
+            new = {"kind": kind, "options": {"dim": 4, "alpha": 8, **options}, "trained": form}
+            cases[part].append({"source": str(bases(model)), **case, **(given if part else new)})
     run = {"fake_te": True, "program": "bridge_adapters.py", "python": PYTHON}
     results = judge(cases[0], 2, work / "training", **run)
     assert all(result["ok"] for result in results.values()), results
-    like = ("--like", bases("llama"))
-    for number in range(2):
-        src, dst = work / f"trained{number}0", work / f"resharded{number}"
-        good("adapter", "reshard", src, dst, *like, "--tp", 1, "--pp", 1)
+    for name, (model, _, _, _, _, after) in TRAINED.items():
+        src, dst = work / f"trained {name} 0", work / f"resharded {name}"
+        sizes = [f"--{size}={after.get(size, 1)}" for size in ("tp", "pp", "ep", "etp")]
+        more = ("--like", bases(model), "--target-format", "torch_dist", *ALPHA.get(name, ()))
+        good("adapter", "reshard", src, dst, *sizes, *more)
     results = judge(cases[1], 2, work / "trained on", **run)
     assert all(result["ok"] for result in results.values()), results
-    for number in range(2):
+    for name, (model, *_) in TRAINED.items():
+        like = SourceOptions(like=bases(model))
         one, other = (
-            of_megatron(work / f"trained{number}{part}", SourceOptions(like=like[1]))[0]
-            for part in range(2)
+            of_megatron(work / f"trained {name} {part}", like, otherwise=8)[0] for part in range(2)
         )
         assert other.optimizer is not None and one.optimizer is not None
         assert one.optimizer.groups == other.optimizer.groups

@@ -106,15 +106,21 @@ def test_magnitudes_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_what_megatron_bridge_does_not_compute(tiny_model: TinyModel, tmp_path: Path) -> None:
     out, adapter = tmp_path / "out", tmp_path / "adapter"
-    up, gate = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "gate"))
-    adapter_of(QWEN3, adapter, [up])
+    names = ("up", "gate", "down")
+    up, gate, down = ([f"model.layers.{i}.mlp.{n}_proj" for i in range(4)] for n in names)
     args = ("adapter", "to-megatron", adapter, QWEN3, out)
+    block = ("--layout", "block")
+    adapter_of(QWEN3, adapter, up)
     refused(2, "all or none", "layers.0.mlp.gate.weight", args=args, untouched=out)
-    adapter_of(QWEN3, adapter, [up, gate])
-    refused(2, "DoRA at tp 2", args=(*args, "--layout", "block", "--tp", 2), untouched=out)
+    adapter_of(QWEN3, adapter, [*up[1:], *gate[1:]])
+    refused(2, "all or none", "layers.0.mlp.gate.weight", args=(*args, *block), untouched=out)
+    adapter_of(QWEN3, adapter, [*up, *gate])
     said = refused(2, "Give --layout block", args=args, untouched=out)
     assert "canonical" not in said
     refused(2, "has no magnitudes", args=(*args, "--layout", "canonical"), untouched=out)
+    adapter_of(QWEN3, adapter, down)
+    words = ("DoRA at tp 2", "layers.*.mlp.down.weight", "--tp 1")
+    refused(2, *words, args=(*args, "--tp", 2), untouched=out)
     adapter_of(QWEN3, adapter, ["lm_head"])
     refused(2, "vocabulary of 271 to 384 rows", args=args, untouched=out)
     moe = tiny_model("qwen3-moe", "bfloat16")
@@ -122,6 +128,20 @@ def test_what_megatron_bridge_does_not_compute(tiny_model: TinyModel, tmp_path: 
     adapter_of(moe, adapter, modules)
     args = ("adapter", "to-megatron", adapter, moe, out, "--layout", "block")
     refused(2, "no DoRA for the experts", args=args, untouched=out)
+
+
+def test_magnitudes_of_whole_rows_at_tp(tmp_path: Path) -> None:
+    """torch_dist has those of linear_fc1 rank by rank, each with gate and up."""
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    layers = range(4)
+    modules = [f"model.layers.{i}.mlp.{name}_proj" for i in layers for name in ("up", "gate")]
+    stored = adapter_of(QWEN3, adapter, modules)
+    more = ("--layout", "block", "--tp", 2)
+    good("adapter", "to-megatron", adapter, QWEN3, out, *more)
+    good("adapter", "reshard", out, tmp_path / "one", "--tp", 1)
+    for place in (out, tmp_path / "one"):
+        good("adapter", "merge", QWEN3, place, tmp_path / "merged", "--format", "hf", "--overwrite")
+        expect_merged(QWEN3, tmp_path / "merged", stored, modules)
 
 
 def test_a_row_of_zeros_has_no_length(tmp_path: Path) -> None:

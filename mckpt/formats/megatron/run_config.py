@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.megatron.save_directory import CONTEXT, NEMO_CONFIG, NEMO_WEIGHTS, WEIGHTS
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
@@ -108,6 +108,18 @@ def model_section(
 def sizes(parallel: Parallel) -> dict[str, Any]:
     """Returns the parallel sizes as entries of the section `model`."""
     return {_SIZES.get(name, name): value for name, value in parallel.args().items()}
+
+
+def parallel_of(path: Path) -> Parallel:
+    """Returns the parallel sizes that the section `model` states. Raises SourceError if they are
+    wrong.
+    """
+    model = read_model(path)
+    named = {name: model.get(other) for name, other in _SIZES.items()}
+    try:
+        return Parallel.of_args({**model, **named})
+    except (UsageError, TypeError, AttributeError) as e:  # a value of another kind
+        raise SourceError(f"{path}: its parallel sizes are wrong: {e}") from None
 
 
 def new(model: Mapping[str, Any], states: Mapping[str, bool]) -> bytes:

@@ -149,14 +149,14 @@ class Torch:
         ends = dict.fromkeys((self.directories[0], self.directories[-1]))
         return [key for name in ends for model in self._rank(name).models for key in model]
 
-    def stage_keys(self) -> list[str]:
-        """Returns the keys of one rank of each pipeline stage."""
-        stages: dict[str | None, str] = {}
-        for name in self.directories:
-            match = _RANK.fullmatch(name)
-            stages.setdefault(match[2] if match else None, name)
+    def stages(self, parallel: Parallel) -> list[list[dict[str, tuple[int, ...]]]]:
+        """Returns the shapes of the tensors of one rank of each [pipeline rank][virtual stage], by
+        key.
+        """
+        ranks = (self._rank(parallel.directory(0, p, 0)) for p in range(parallel.pp))
         return [
-            key for name in stages.values() for model in self._rank(name).models for key in model
+            [{key: e.shape for key, e in model.items() if e is not None} for model in rank.models]
+            for rank in ranks
         ]
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:

@@ -280,7 +280,8 @@ class TorchDist:
             return None
         local = replace(names, choices={**names.choices, "keys": "local"})
         # other choices than the checkpoint's may name a key that it does not have
-        most = self.metadata.tensors[names.mapping.vocabulary.key][0]
+        vocabulary = self.metadata.tensors.get(names.mapping.vocabulary.key)
+        most = vocabulary[0] if vocabulary else "float32"  # adapters alone have no embedding
         dtypes = {name: most for b in local.bound for name in b.rule.of}
         dtypes |= {
             name: self.metadata.tensors[key][0]

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, dtype_of, packed
 from mckpt.formats.megatron.optimizer.state import is_matrix, state_pieces
-from mckpt.formats.megatron.torch_shards import instances, local
+from mckpt.formats.megatron.torch_shards import axes, instances, local
 from mckpt.geometry.box import Piece, clip
 from mckpt.geometry.packing import Packed
 from mckpt.geometry.parallel import Parallel
@@ -40,6 +40,9 @@ BUSBW_STEP = 2**16  # and of this with --ddp-pad-buckets-for-high-nccl-busbw
 # SMALLEST_BUCKET, and of RANK_BUCKET for each data-parallel rank.
 SMALLEST_BUCKET = 40_000_000
 RANK_BUCKET = 1_000_000
+
+# the choice of adapters that the experts of a rank share
+SHARED = "share_expert_adapters"
 
 Keys = Sequence[Sequence[str]]  # of each virtual stage, in the order of registration
 
@@ -54,10 +57,20 @@ class Parameter(NamedTuple):
     layer: int  # the indices that fill the names of the pieces
     expert: int
     alone: bool = False  # it is a copy of the embedding on several stages, and a bucket of its own
+    # It has the matrices of so many experts, `expert` and those behind it, one after the other; of
+    # an adapter that these experts share, one matrix.
+    experts: int = 1
+    is_shared: bool = False
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * (1 if self.is_shared else self.experts)
+
+    def of_experts(self) -> Iterator[tuple[Parameter, int]]:
+        """Yields the parameter of each expert, and the first of its elements in this one."""
+        for number in range(self.experts):
+            one = self._replace(expert=self.expert + number, experts=1, is_shared=False)
+            yield one, 0 if self.is_shared else number * one.numel
 
     @property
     def whole(self) -> tuple[tuple[Piece, ...], int, int]:
@@ -285,15 +298,18 @@ class Slot(NamedTuple):
     kept: Kept
     key: str
     layer: int
-    expert: int
+    expert: int  # the first of `experts`
     alone: bool
+    experts: int
+    is_shared: bool
 
     def of(self, rank: int, parallel: Parallel) -> Parameter:
         """Returns the parameter of one tensor rank."""
         ways = parallel.expert_tp if self.kept.expert else parallel.tp
         shape, pieces = local(self.kept.bound, self.kept.whole, rank % ways, ways)
-        dtype = self.kept.dtype
-        return Parameter(self.key, dtype, shape, pieces, self.layer, self.expert, self.alone)
+        dtype, place = self.kept.dtype, (self.layer, self.expert)
+        several = self.experts, self.is_shared
+        return Parameter(self.key, dtype, shape, pieces, *place, self.alone, *several)
 
 
 def _registered(
@@ -306,9 +322,10 @@ def _registered(
     found: list[dict[str, tuple[Kept, int, int]]] = [{} for _ in range(parallel.vpp)]
     for kept in rules:
         for v, layer, expert, key in instances(kept.bound, stage, p, parallel, names.dims, e):
-            found[v][key] = kept, layer, expert
+            found[v].setdefault(key, (kept, layer, expert))
+    is_shared = bool(names.choices.get(SHARED))
     copied = {kept.bound.rule.of for kept in rules if kept.bound.rule.alias}
-    out = []
+    out: list[list[Slot]] = []
     for v, parameters in enumerate(found):
         if keys is None:
             order = names.mapping.registration.sorted(parameters)
@@ -322,8 +339,9 @@ def _registered(
                 )
         # Megatron-Core marks one copy of the embedding in a chunk as shared, the first one.
         first = next((key for key in order if parameters[key][0].bound.rule.of in copied), None)
-        slots = ((key, *parameters[key]) for key in order)
-        out.append(
-            [Slot(kept, key, layer, expert, key == first) for key, kept, layer, expert in slots]
-        )
+        out.append([])
+        for key in order:
+            kept, layer, expert = parameters[key]
+            (experts,) = axes(kept.bound, parallel, names.dims) or (1,)
+            out[-1].append(Slot(kept, key, layer, expert, key == first, experts, is_shared))
     return out

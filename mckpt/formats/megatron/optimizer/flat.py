@@ -177,7 +177,8 @@ def layout(
                     kind = StateKind.of(p, state, p.whole in seen, low, high)
                     entry = Entry(part.dtype, kind.shape, part.file, part.at)
                     kinds.setdefault(kind, []).append((p.layer, p.expert, entry))
-            seen |= {placed.parameter.whole for placed in buffer.placed}
+            every = (one for placed in buffer.placed for one, _ in placed.parameter.of_experts())
+            seen |= {parameter.whole for parameter in every}
     problems.extend(
         f"dp_group_idx_{group}, chunk {chunk}, {dtype} of optimizer {chain} belongs to no rank of"
         " these sizes"
@@ -227,12 +228,14 @@ def _parts(
         return
     order = {k: sorted(buckets[k]) for k in buckets}
     for placed, (bucket, start) in zip(buffer.placed, starts, strict=True):
-        end = start + placed.parameter.numel
-        for e in order[sorted(buckets)[bucket]]:
-            low, high = max(start, e.low), min(end, e.high)
-            if low < high:
-                at = e.at + (low - e.low) * itemsize(e.dtype)
-                yield _Part(placed.parameter, low - start, high - start, e.dtype, e.file, at)
+        for parameter, first in placed.parameter.of_experts():
+            begin = start + first
+            end = begin + parameter.numel
+            for e in order[sorted(buckets)[bucket]]:
+                low, high = max(begin, e.low), min(end, e.high)
+                if low < high:
+                    at = e.at + (low - e.low) * itemsize(e.dtype)
+                    yield _Part(parameter, low - begin, high - begin, e.dtype, e.file, at)
 
 
 def places(numels: Iterable[int], buckets: list[int]) -> list[tuple[int, int]] | None:

@@ -41,8 +41,8 @@ from mckpt.formats.megatron.optimizer.state import (
     state_pieces,
 )
 from mckpt.formats.megatron.torch_shards import FILE as MODEL
-from mckpt.formats.megatron.torch_shards import Shard, directories, places, shards
-from mckpt.geometry.box import Layout, Piece, Stored
+from mckpt.formats.megatron.torch_shards import Shard, axes, directories, places, shards
+from mckpt.geometry.box import Layout, Piece, Stored, row_major
 from mckpt.mapping import Bound
 from mckpt.values.dtypes import itemsize
 
@@ -70,6 +70,18 @@ class Parameter(NamedTuple):
     shard: Shard
     layer: int
     expert: int
+    experts: int = 1  # it has the matrices of so many experts, `expert` and those behind it
+
+    def states(self, state: str, entry: Entry) -> Iterator[StateBuffer]:
+        """Yields a state of the parameter, which lies at `entry`, for each expert."""
+        if self.experts == 1:
+            yield StateBuffer(state, self, entry)
+            return
+        shape, (step, *strides) = entry.shape[1:], entry.strides or row_major(entry.shape)
+        for number in range(self.experts):
+            at = entry.at + number * step * itemsize(entry.dtype)
+            own = Entry(entry.dtype, shape, entry.file, at, entry.strides and tuple(strides))
+            yield StateBuffer(state, self._replace(expert=self.expert + number), own)
 
 
 class Source(NamedTuple):
@@ -176,8 +188,9 @@ def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
             for _, directory, v, layer, expert, key in places(b, shard, names):
                 entry = source.models(directory)[v].get(key)
                 if entry is not None:
-                    parameter = Parameter(key, entry, b, shard, layer, expert)
-                    out.setdefault(directory, {})[v, key] = parameter
+                    (experts,) = axes(b, names.parallel, names.dims) or (1,)
+                    parameter = Parameter(key, entry, b, shard, layer, expert, experts)
+                    out.setdefault(directory, {}).setdefault((v, key), parameter)
     return out
 
 
@@ -262,7 +275,7 @@ def _buffer(
         size = itemsize(whole.dtype)
         for p, start in zip(reversed(parameters), starts, strict=True):
             entry = Entry(whole.dtype, p.entry.shape, whole.file, whole.at + start * size)
-            yield StateBuffer(MASTER if name in MASTER_KEYS else name, p, entry)
+            yield from p.states(MASTER if name in MASTER_KEYS else name, entry)
 
 
 def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int] | None:
@@ -342,7 +355,7 @@ def found_in(contents: Contents, p: Parameter, states: dict[str, Any]) -> Iterat
     for name, record in states.items():
         view = safe_pickle.as_tensor(record)
         if view is not None and view.shape == p.entry.shape:
-            yield StateBuffer(name, p, entry_of(view, contents.data, contents.file))
+            yield from p.states(name, entry_of(view, contents.data, contents.file))
 
 
 def shape_of(states: dict[str, Any]) -> tuple[int, ...] | None:
