@@ -26,11 +26,11 @@ from mckpt.formats.base import Names
 from mckpt.formats.foreign import FACTOR, advice, has_adapter
 from mckpt.formats.megatron.interface import as_megatron
 from mckpt.formats.megatron.optimizer import (
+    SHARED,
     Optimizer,
     is_muon,
     keys_of,
 )
-from mckpt.formats.megatron.optimizer.buckets import SHARED
 from mckpt.formats.megatron.run_config import RUN_CONFIG, read_section
 from mckpt.geometry.box import Layout, Piece, Stored, whole_box
 from mckpt.geometry.parallel import Parallel

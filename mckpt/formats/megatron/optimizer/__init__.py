@@ -19,6 +19,7 @@ from mckpt.formats.megatron.optimizer.state import (
     MODEL_SPACE,
     NOT_DISTRIBUTED,
     SCALER,
+    SHARED,
     Optimizer,
     Scaler,
     common_of,

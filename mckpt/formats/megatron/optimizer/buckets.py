@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, dtype_of, packed
-from mckpt.formats.megatron.optimizer.state import is_matrix, state_pieces
+from mckpt.formats.megatron.optimizer.state import SHARED, is_matrix, state_pieces
 from mckpt.formats.megatron.torch_shards import axes, instances, local
 from mckpt.geometry.box import Piece, clip
 from mckpt.geometry.packing import Packed
@@ -40,9 +40,6 @@ BUSBW_STEP = 2**16  # and of this with --ddp-pad-buckets-for-high-nccl-busbw
 # SMALLEST_BUCKET, and of RANK_BUCKET for each data-parallel rank.
 SMALLEST_BUCKET = 40_000_000
 RANK_BUCKET = 1_000_000
-
-# the choice of adapters that the experts of a rank share
-SHARED = "share_expert_adapters"
 
 Keys = Sequence[Sequence[str]]  # of each virtual stage, in the order of registration
 

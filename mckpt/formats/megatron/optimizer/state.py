@@ -69,6 +69,7 @@ LOW_BITS = (
 # the state of a loss scaler, in which numbers stand for tensors of one element
 Scaler = dict[str, Any]
 SCALER = "grad_scaler"  # its name in an `optimizer`
+SHARED = "share_expert_adapters"  # the choice of adapters that the experts of a rank share
 CURE = "If the checkpoint should be complete, copy it again; else give --no-optimizer."
 # Before `chained_optim_avoid_prefix`, the optimizers of dense weights and of experts had prefixes.
 _KEY = pattern(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
