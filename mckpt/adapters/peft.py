@@ -205,6 +205,12 @@ def _refuse(root: Path, config: Mapping[str, Any]) -> None:
         for name, why in known["refuse"].items()
         if config.get(name)
     ]
+    problems += [
+        f"{name} is {value!r:.60}: mckpt does not know this key, which may change what the adapter"
+        " computes; remove it from the file if it does not"
+        for name, value in config.items()
+        if value and name not in {*known["known"], *known["refuse"]}
+    ]
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(tuple(known["changed_base"])):
         problems.append(

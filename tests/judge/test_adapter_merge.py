@@ -7,6 +7,7 @@ a merge into bfloat16 are those of the formula, rounded once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mckpt.adapters.peft import rules
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import Arrays, embedding, factors, modules, stacked
 from tests.helpers.commands import good
@@ -214,3 +216,11 @@ def test_merged_weights_are_the_model_with_the_adapter(bases, work, case):
     tolerance = 3 * limit(unmerged)
     assert np.abs(logits - unmerged).max() <= tolerance
     assert np.abs(plain - unmerged).max() > 100 * tolerance, "the adapter hardly changes anything"
+
+
+def test_every_key_of_a_configuration_is_known():
+    from peft import LoraConfig
+
+    known = rules()["peft"]
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert not fields - {*known["known"], *known["refuse"]}

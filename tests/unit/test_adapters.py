@@ -275,6 +275,7 @@ def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) 
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_qalora": True}, "use_qalora"),
+        ({"use_new": [1]}, "use_new is [1]: mckpt does not know this key"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the weights of the base too"),
         ({"r": 5}, "another rank than adapter_config.json gives them"),
         ({"use_dora": True}, "the adapter has no lora_magnitude_vector"),
