@@ -284,6 +284,12 @@ def of_files(
 
     model: of the weights that the adapters belong to.
     """
+    if _section(files).get("experts_shared_outer_loras"):
+        raise UsageError(
+            f"{files.opened.root}: the experts of a layer share one of the two factors"
+            f" (experts_shared_outer_loras in {RUN_CONFIG}), which mckpt does not read;"
+            " `AutoBridge.save_hf_adapter` of Megatron-Bridge writes a directory of PEFT"
+        )
     stages = _stages(files, model)
     shapes = {key: shape for stage in stages for chunk in stage for key, shape in chunk.items()}
     swift = any(key.endswith(rules()["swift"]["factors"]["a"]) for key in shapes)

@@ -299,6 +299,17 @@ def test_alpha_is_never_guessed(bridge: Path, tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"]) == (6, 5)
 
 
+def test_experts_that_share_a_factor_are_refused(bridge: Path, tmp_path: Path) -> None:
+    there = shutil.copytree(bridge / "ds/bridge", tmp_path / "there")
+    config = next(there.rglob("run_config.yaml"))
+    shared = "experts_shared_outer_loras: "
+    before = config.read_text()
+    assert f"{shared}false" in before
+    config.write_text(before.replace(f"{shared}false", f"{shared}true"))
+    convert = ("adapter", "to-hf", there, tmp_path / "peft", "--like", bridge / "ds/hf")
+    refused(2, "share one of the two factors", args=convert, untouched=tmp_path / "peft")
+
+
 def test_adapters_of_megatron_are_merged(tmp_path: Path) -> None:
     there, merged = tmp_path / "there", tmp_path / "merged"
     good("adapter", "to-megatron", ADAPTER, QWEN3, there, "--layout", "canonical", "--tp", 2)
