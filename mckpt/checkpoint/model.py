@@ -282,7 +282,7 @@ class ModelDescription:
         described = self._described_dims(given)
         known = {**self._recorded, **described}
         # ms-swift 4 saves its own args, and builds the model from config.json
-        if args is not None and self.mapping.keys_of("num_layers", args):
+        if args is not None and self.mapping.keys_of("hidden_size", args):
             in_args = self.mapping.keys_of("vocab_size", args)
             if not in_args and "vocab_size" not in {**known, **given}:
                 raise self._vocab_size_unknown(

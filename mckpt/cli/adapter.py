@@ -151,7 +151,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
 def to_megatron(
     adapter: Path, base: Path, dst: Path, target_format: str, how: str | None, **options: Any
 ) -> None:
-    """Write an adapter of PEFT as Megatron-Bridge or ms-swift saves its own.
+    """Write an adapter of PEFT as a program for Megatron saves it.
 
     BASE describes the model: a Hugging Face directory, or a Megatron checkpoint. Of its weights
     only the headers are read. DST is a save directory with the adapter alone.
@@ -201,9 +201,10 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 def reshard(
     src: Path, dst: Path, alpha: float | None, target_format: str | None, **options: Any
 ) -> None:
-    """Change the sizes or the format of adapters of Megatron, and of the weights beside them.
+    """Change the sizes or the format of adapters of Megatron.
 
-    The optimizer's state of the adapters is kept in torch_dist.
+    Weights beside the adapters are converted too. The optimizer's state of the adapters is kept in
+    torch_dist.
     """
     from mckpt.adapters import converting
     from mckpt.adapters.checkpoint import of_megatron
