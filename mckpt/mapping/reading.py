@@ -137,7 +137,7 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
     for dialect in root.get("dialects") or ():
         if dialect not in names("megatron"):
             where, known = root["dialects"].lines[dialect], ", ".join(names("megatron"))
-            raise MappingError(f"{where}: there is no dialect {dialect!r}; known: {known}")
+            raise MappingError(f"{where}: the dialect {dialect!r} is not known; known are {known}")
     if own is not None:
         load("hf", own)  # adds to the schema what the rules name
         above, above_digest = _inherit(Path(own), "hf", ())

@@ -536,7 +536,7 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
         (
             "  gpt:\n",
             "  gtp:\n",
-            r"mine\.yaml:\d+: there is no dialect 'gtp'; known: bert, bridge, bridge_gemma4, gpt",
+            r"the dialect 'gtp' is not known; known are bert, bridge, bridge_gemma4, gpt",
         ),
         ("    flags:", "    flag:", r"mine\.yaml:\d+: 'flag' is not a key of a mapping file"),
     ],
