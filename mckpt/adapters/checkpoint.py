@@ -336,7 +336,8 @@ def of_files(
     names = replace(names, weights=_adapted(names, shapes))
     names = replace(names, choices=files.opened.choices(names))
     stated = files.args is not None or files.manifest or (files.opened.root / RUN_CONFIG).exists()
-    if not stated and not files.opened.format.fixed_sizes and names.has_rows_by_rank:
+    known = files.opened.format.fixed_sizes or not files.opened.format.readable  # a live model
+    if not stated and not known and names.has_rows_by_rank:
         raise UsageError(
             f"{files.opened.root}: has adapters whose rows are in the order of the tensor-parallel"
             f" ranks, and neither {RUN_CONFIG} nor args state tp; let the program that saved them"

@@ -14,7 +14,7 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
-from mckpt.live.adapters import Chosen, Products, chosen, full_precision
+from mckpt.live.adapters import Chosen, Products, chosen
 from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release
@@ -282,9 +282,8 @@ class Sync:
                     torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
             if cast.adapted:
-                with full_precision(self._device.type):
-                    for m, place, values in zip(moves, wanted, given, strict=True):
-                        self._products.add(m, values, place)
+                for m, place, values in zip(moves, wanted, given, strict=True):
+                    self._products.add(m, values, place)
             for m, place, values in zip(moves, wanted, given, strict=True):
                 if not cast.adapted:
                     place.copy_(_shifted(values, cast))

@@ -2,9 +2,9 @@
 
     value of (r, c) = weight[r, c] + scale * sum over k of left[r, k] * right[k, c]
 
-The factors are converted to float32, `scale` multiplies `left`, and the product is added to the
-weight in float32 (float64 for a weight of float64). The sum is rounded once, to the dtype of the
-target.
+The product is computed in float64 and rounded to float32, so its bits depend neither on the
+processor nor on the zeros that a block form adds. It is added to the weight in float32 (float64 for
+a weight of float64). The sum is rounded once, to the dtype of the target.
 
 With DoRA (https://huggingface.co/papers/2402.09353), a vector of magnitudes gives each row of the
 sums its length:
@@ -207,11 +207,12 @@ def _lengths(product: Product, first: int, count: int, read: Read) -> np.ndarray
             width = max(1, min(num_columns, CHUNK // max(height, rank)))
         for c in range(0, num_columns, width):
             columns = min(width, num_columns - c)
-            beside = np.ascontiguousarray(right.block(0, rank, column + c, columns, read))
+            beside = np.ascontiguousarray(right.block(0, rank, column + c, columns, read, "f8"))
             for r in range(low, high, height):
                 rows = min(height, high - r)
-                sums = (left.block(r, rows, 0, rank, read) * np.float32(product.scale)) @ beside
-                sums = sums + part.block(r - row, rows, c, columns, read, kind)
+                sums = left.block(r, rows, 0, rank, read, "f8") * product.scale @ beside
+                weights = part.block(r - row, rows, c, columns, read, kind)
+                sums = sums.astype(kind, copy=False) + weights
                 at = slice(r - first, r - first + rows)
                 total[at] += np.einsum("ij,ij->i", sums, sums, dtype="f8")
     if not total.all():
@@ -256,16 +257,16 @@ def add(
         times[1] = lengths.of(product, column, (n - 1) * along + 1, read)[::along]
     for cols in range(0, n, width := max(1, min(n, CHUNK // rank))):
         num = min(width, n - cols)
-        right = product.right.block(0, rank, column + cols * along, (num - 1) * along + 1, read)
+        columns = column + cols * along, (num - 1) * along + 1
+        right = product.right.block(0, rank, *columns, read, "f8")
         right = np.ascontiguousarray(right[:, ::along])
         height = max(1, CHUNK // max(num, rank))
         for rows in range(0, m, height):
             count = min(height, m - rows)
             first = row + rows * down
-            left = product.left.block(first, (count - 1) * down + 1, 0, rank, read)[::down]
-            sums = (left * np.float32(product.scale)) @ right
+            left = product.left.block(first, (count - 1) * down + 1, 0, rank, read, "f8")[::down]
+            sums = (left * product.scale @ right).astype(wide, copy=False)
             part = slice(rows, rows + count), slice(cols, cols + num)
-            sums = sums.astype(wide, copy=False)
             if product.axis == NO_AXIS:
                 _add_and_round(weights[part], sums, out[part])
                 continue

@@ -134,7 +134,7 @@ def test_a_wrapped_model_goes_the_way_of_files(case: str, ran: dict[str, dict[st
         (0, "adapters of the rank 8, and those of the model have the rank 4"),
         (1, "multiplied by 4 (alpha / r), and those of the model's adapters by 2"),
         (2, "has no factors for some adapters of the model:\n  - layers.0.attn.o.weight"),
-        (3, "the adapter changes weights that have no adapter in Megatron-Bridge"),
+        (3, "the adapter changes weights that have no adapter in Megatron"),
     ],
 )
 def test_an_adapter_that_the_model_cannot_have_is_refused(
