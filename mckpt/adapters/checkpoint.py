@@ -85,16 +85,17 @@ class AdapterCheckpoint(Checkpoint):
         assert isinstance(self.named, AdapterNames)
         found = None
         alone = not (self.named.whole and self.opened.format.fixed_sizes)
+        alone &= not self.named.outer  # for which Megatron-Bridge has no state to judge it by
         if alone and all(map(FACTOR.search, keys_of(self.opened.keys()))):
             found = self._optimizer
         if found is None or is_muon(found.groups):
             raise UsageError(
                 f"{self.path}: mckpt converts the optimizer's state of adapters if it is that of"
                 " Adam, in torch_dist or torch, and of no other parameters; in torch, if the file"
-                " has the adapters alone. Give --no-optimizer to convert the adapters without it"
+                " has the adapters alone; and if experts share no factor. Give --no-optimizer to"
+                " convert the adapters without it"
             )
-        shared = factors.shared(found.layout, self.named.modules, self.named.rank)
-        return found._replace(layout=shared)
+        return found._replace(layout=factors.shared(found.layout, self.named))
 
     @property
     def _optimizer(self) -> Optimizer | None:
@@ -284,12 +285,6 @@ def of_files(
 
     model: of the weights that the adapters belong to.
     """
-    if _section(files).get("experts_shared_outer_loras"):
-        raise UsageError(
-            f"{files.opened.root}: the experts of a layer share one of the two factors"
-            f" (experts_shared_outer_loras in {RUN_CONFIG}), which mckpt does not read;"
-            " `AutoBridge.save_hf_adapter` of Megatron-Bridge writes a directory of PEFT"
-        )
     stages = _stages(files, model)
     shapes = {key: shape for stage in stages for chunk in stage for key, shape in chunk.items()}
     swift = any(key.endswith(rules()["swift"]["factors"]["a"]) for key in shapes)
@@ -328,6 +323,11 @@ def of_files(
         canonical=any(".adapter.adapter_" in key for key in shapes),
         mtp=any(key.startswith("mtp.") for key in shapes),
         dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in shapes),
+        # of grouped experts with one factor for all, the other one has the axis of experts more
+        outer=any(
+            len(shape) != len(shapes.get(key.removesuffix(ends["b"]) + ends["a"], shape))
+            for key, shape in outer
+        ),
         whole=any(
             not FACTOR.search(key) and model.mapping.ignore.keys().isdisjoint(key.split("."))
             for key in shapes
@@ -353,7 +353,7 @@ def of_files(
             "Train them at tp 1, or without these modules.",
         )
     names = replace(names, there=names.found_in(stages))
-    every = factors.shared(files.opened.layout(names), names.modules, names.rank)
+    every = factors.shared(files.opened.layout(names), names)
     held, weights = (
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
         for which in (True, False)

@@ -629,6 +629,8 @@ def _run_config(decided: Decided, names: AdapterNames, how: str, scale: float) -
         if file.path == RUN_CONFIG:
             found = _SECTION.search(content)
             before = yaml.safe_load(found[0])["peft"] if found else {}
+            if before.get(outer := "experts_shared_outer_loras"):  # now each has both factors
+                before |= {outer: False, "share_expert_adapters": False}
             kept = {
                 key: before[key] for key in ("dropout", "share_expert_adapters") if key in before
             }

@@ -59,6 +59,7 @@ class AdapterNames(Names):
     mtp: bool = True  # layers of multi-token prediction have adapters too
     whole: bool = False  # the weights of the base are in the checkpoint as well
     dora: bool = False  # the adapters have magnitudes
+    outer: bool = False  # experts share A of linear_fc1 and B of linear_fc2, which are read only
     # the weights and the layer of each adapter, if those of some layers may be left out; None: all
     there: frozenset[tuple[tuple[str, ...], int]] | None = None
 
@@ -227,7 +228,13 @@ class AdapterNames(Names):
                 of=tuple(name_of(name, B, self.rank) for name in of),
                 tp=rule.tp if rule.tp in ("vocab", "column") else rest_tp,
             )
-            out += [b._replace(rule=a), b._replace(rule=rest)]
+            for one in (a, rest):
+                if self.outer_factors.isdisjoint(one.of):
+                    out.append(b._replace(rule=one))
+                else:
+                    indices = tuple(index for index in one.indices if index != "expert")
+                    every = one._replace(indices=indices, tp="replicated")
+                    out.append(b._replace(rule=every, experts=np.arange(1)))
             if self.dora:
                 lengths = rest._replace(
                     key=stem + rules()["megatron"]["magnitude"],
@@ -239,6 +246,15 @@ class AdapterNames(Names):
                     lengths = lengths._replace(pack="qkv", heads=tp)
                 out.append(b._replace(rule=lengths))
         return out
+
+    @cached_property
+    def outer_factors(self) -> frozenset[str]:
+        """The templates of the factors that all experts of a layer share."""
+        return frozenset(
+            name_of(module.of[0], B if module.bound.rule.tp == "row" else A, self.rank)
+            for module in self.modules
+            if self.outer and "expert" in module.bound.rule.indices
+        )
 
     @property
     def objects(self) -> list[Bound]:
@@ -327,26 +343,36 @@ def _of_member(piece: Piece, side: str, member: Member) -> Piece | None:
     return piece._replace(tensor=name, box=Box(tuple(low), box.shape), start=start)
 
 
-def shared(layout: Layout, modules: Iterable[Module], rank: int) -> Layout:
-    """Returns the layout of a Megatron checkpoint with the factor A of a module, and its states,
-    once for each weight that the module adapts.
+def shared(layout: Layout, names: AdapterNames) -> Layout:
+    """Returns the layout of a Megatron checkpoint with a factor that several weights share, and its
+    states, once for each of them: the factor A of a module, and the factors of all experts.
     """
     group: dict[str, list[Module]] = {}
-    for module in modules:
-        group.setdefault(name_of(module.of[0], A, rank), []).append(module)
-    stored, shapes = list(layout.stored), dict(layout.shapes)
-    for s in layout.stored:
+    for module in names.modules:
+        group.setdefault(name_of(module.of[0], A, names.rank), []).append(module)
+    stored, shapes = [_of_each_expert(s, names) for s in layout.stored], dict(layout.shapes)
+    for s in stored[:]:
         for name in {p.tensor for p in s.pieces}:
             factor, at, state = name.partition("@")
             for module in group.get(factor, ()):
                 own = np.isin(s.layer, module.bound.layers)
                 part = {one: getattr(s, one)[own] for one in ("layer", "expert", "file", "at")}
                 for other in module.of[1:] if own.any() else ():
-                    named = name_of(other, A, rank) + at + state
+                    named = name_of(other, A, names.rank) + at + state
                     pieces = tuple(p._replace(tensor=named) for p in s.pieces)
                     stored.append(replace(s, pieces=pieces, **part))
                     shapes[named] = shapes[name]
     return replace(layout, stored=stored, shapes=shapes)
+
+
+def _of_each_expert(s: Stored, names: AdapterNames) -> Stored:
+    """Returns a factor that all experts share as one of each expert; other tensors unchanged."""
+    if names.outer_factors.isdisjoint(p.tensor.partition("@")[0] for p in s.pieces):
+        return s
+    count = names.dims["num_experts"]
+    every = {one: np.repeat(getattr(s, one), count) for one in ("layer", "file", "at")}
+    expert = np.tile(np.arange(count, dtype=s.expert.dtype), len(s.expert))
+    return replace(s, expert=expert, **every)
 
 
 def kept(layout: Layout, names: Iterable[str]) -> Layout:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.containers import safetensors
-from mckpt.containers.entries import Entries
+from mckpt.containers.entries import Entries, Kind
 from mckpt.errors import SourceError
 from mckpt.formats import places
 from mckpt.formats.hf_config import ADAPTER, parse_config
@@ -24,6 +24,7 @@ from mckpt.storage.files import opened
 from mckpt.values.adding import FACTORS, Factor
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_OF_EXPERT = re.compile(r"\.\d+(\.\w+)$")  # its number, and the end of its module's name
 ROLES = ("a", "b", "magnitude", "bias")  # of a tensor of an adapter
 NOT_FINITE = (
     "has tensors with values that are not finite in float32, with which whole rows or columns of"
@@ -286,7 +287,32 @@ def _sorted(root: Path, entries: Entries) -> tuple[dict[str, dict[str, int]], di
             twice.append(f"{entries.names[first]} and {name}")
     if twice:
         raise SourceError.of(f"{root}: has two tensors for one place, so two adapters:", twice)
+    _give_shared(entries, modules)
     return modules, whole
+
+
+def _give_shared(entries: Entries, modules: dict[str, dict[str, int]]) -> None:
+    """Gives each expert the factors that all experts of a layer share. SGLang and Megatron-Bridge
+    (experts_shared_outer_loras) have these once, as [1, rows, columns] under the name of the
+    module without the expert's number.
+    """
+    experts: dict[str, list[str]] = {}
+    for module in modules:
+        if found := _OF_EXPERT.search(module):
+            experts.setdefault(module[: found.start()] + found[1], []).append(module)
+    kinds = set[int]()
+    for module in experts.keys() & modules.keys():
+        rows = modules[module]
+        shapes = [entries.entry(row).shape for row in rows.values()]
+        own = [one for one in experts[module] if modules[one].keys().isdisjoint(rows)]
+        if own and all(len(shape) == 3 and shape[0] == 1 for shape in shapes):
+            for one in own:
+                modules[one].update(rows)
+            del modules[module]
+            kinds.update(entries.columns.kind[row] for row in rows.values())
+    for number in kinds:
+        dtype, shape, strides = entries.kinds[number]
+        entries.kinds[number] = Kind(dtype, shape[1:], strides and strides[1:])
 
 
 def without_inside(module: str) -> str:

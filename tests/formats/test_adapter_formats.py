@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from mckpt.containers import safe_pickle
 from mckpt.conversion.planning import make_plan
 from mckpt.conversion.target import TargetOptions
 from mckpt.values import adding
-from tests.helpers import adapters, lora
+from tests.helpers import adapters, lora, tiny
 from tests.helpers.commands import Pt, edit_json, good, refused, save_pt
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import FIXTURES, TinyModel, unpack
@@ -299,15 +300,42 @@ def test_alpha_is_never_guessed(bridge: Path, tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"]) == (6, 5)
 
 
-def test_experts_that_share_a_factor_are_refused(bridge: Path, tmp_path: Path) -> None:
-    there = shutil.copytree(bridge / "ds/bridge", tmp_path / "there")
-    config = next(there.rglob("run_config.yaml"))
-    shared = "experts_shared_outer_loras: "
-    before = config.read_text()
-    assert f"{shared}false" in before
-    config.write_text(before.replace(f"{shared}false", f"{shared}true"))
-    convert = ("adapter", "to-hf", there, tmp_path / "peft", "--like", bridge / "ds/hf")
-    refused(2, "share one of the two factors", args=convert, untouched=tmp_path / "peft")
+@pytest.mark.parametrize("where", ["peft", "megatron"])
+def test_experts_that_share_one_factor_of_two(where: str, tmp_path: Path) -> None:
+    """Bridge names it "shared outer": A of gate and up, and B of down, are those of all experts."""
+    import torch
+
+    base = tiny.tiny_random("qwen3-moe", tmp_path / "base")
+    weights = lora.tensors(base)
+    every = lora.factors(weights, (key for key in lora.matrices(weights) if ".experts." in key))
+    outer: dict[str, np.ndarray] = {}
+    for key in sorted(every):
+        shared = re.sub(r"\.experts\.\d+\.", ".experts.", key)
+        if re.search(r"down_proj\.lora_B|(gate|up)_proj\.lora_A", key):
+            of_all = shared.replace("up_proj", "gate_proj")  # both have the A of linear_fc1
+            every[key] = outer.setdefault(of_all, every[key][None])[0]
+            outer[shared] = every[key][None]
+        else:
+            outer[key] = every[key]
+    assert len(outer) < len(every)
+    lora.save(tmp_path / "every", every)
+    if where == "peft":  # as Megatron-Bridge exports it, for SGLang
+        given = lora.save(tmp_path / "outer", outer)
+    else:
+        given = tmp_path / "there"
+        form = ("--format", "torch", "--ep", 2)
+        good("adapter", "to-megatron", tmp_path / "every", base, given, *form)
+        for file in given.rglob("*.pt"):
+            state = torch.load(file, weights_only=False)
+            for key in list(state["model"]):
+                if re.search(
+                    r"\.experts\.linear_fc(1.adapter.linear_in|2.adapter.linear_out)", key
+                ):
+                    state["model"][key] = state["model"][key][0]
+            torch.save(state, file)
+    for number, adapter in enumerate((tmp_path / "every", given)):
+        good("adapter", "merge", base, adapter, tmp_path / f"merged{number}")
+    good("diff", tmp_path / "merged0", tmp_path / "merged1")
 
 
 def test_adapters_of_megatron_are_merged(tmp_path: Path) -> None:

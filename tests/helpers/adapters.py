@@ -154,6 +154,9 @@ def write(directory: Path, tensors: Mapping[str, np.ndarray], **config: Any) -> 
 # ------------------------------------------------------------------------------- the reference
 
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
 def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a base with an adapter in fp64, by the formulas of PEFT
     (peft/tuners/lora/layer.py): W + scale * B @ A, and with DoRA each row of that scaled to its
@@ -165,6 +168,11 @@ def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
         key.removeprefix(PREFIX): array.astype(np.float64)
         for key, array in load_file(adapter / WEIGHTS).items()
     }
+    count = 1 + max([int(found[1]) for key in result if (found := _EXPERT.search(key))], default=-1)
+    for key in [key for key, array in stored.items() if array.ndim == 3]:  # one for all experts
+        (of_all,) = stored.pop(key)
+        for number in range(count):
+            stored[key.replace(".experts.", f".experts.{number}.")] = of_all
     for key, array in stored.items():
         module = re.sub(r"\.(lora_A\.weight|lora_embedding_A)$", "", key)
         if module == key:

@@ -60,6 +60,23 @@ def prepare() -> None:
     import megatron.bridge.peft.dora
     import megatron.bridge.peft.lora  # noqa: F401
 
+    mend_shared_outer()
+
+
+def mend_shared_outer() -> None:
+    """Lets adapters with `experts_shared_outer_loras` be saved. Megatron-Bridge 0.6 calls a function
+    without the groups of ranks that it requires, and fails.
+    """
+    from megatron.bridge.peft import utils
+
+    made = utils._make_grouped_expert_sharded_tensor
+
+    def with_groups(*args: Any, pg_collection: Any = None, **options: Any) -> Any:
+        groups = utils._get_pg_collection(pg_collection, required_pgs=["ep", "expt_tp", "expt_dp"])
+        return made(*args, pg_collection=groups, **options)
+
+    utils._make_grouped_expert_sharded_tensor = with_groups
+
 
 def run() -> None:
     """Runs all cases on one rank."""

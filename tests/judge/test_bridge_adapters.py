@@ -51,6 +51,7 @@ SAVED: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
     "canonical": ("llama", {}, "canonical", {}),
     "one adapter for all experts": ("qwen3-moe", {"ep": 2}, "lora", {}),
     "experts": ("qwen3-moe", {"tp": 2, "ep": 2}, "lora", {"share_expert_adapters": False}),
+    "shared outer": ("qwen3-moe", {"ep": 2}, "lora", {"experts_shared_outer_loras": True}),
     "latent": (
         "deepseek-v3",
         {"ep": 2},
