@@ -20,7 +20,7 @@ from tests.helpers.commands import ROOT, TRACKER, good
 from tests.helpers.s3_server import Server
 from tests.helpers.tiny import unpack
 
-MODEL = ROOT / "fixtures" / "tiny-qwen3"
+MODEL, ADAPTER = ROOT / "fixtures/tiny-qwen3", ROOT / "fixtures/tiny-qwen3-lora"
 STAGING, MANIFEST = ".mckpt-", "mckpt.json"
 BUCKET = "b"
 PATIENCE_S = 120.0  # after which a run counts as hung
@@ -35,6 +35,7 @@ COMMANDS = {
     "to torch": "hf-to-megatron HF DST --format torch --tp 2",
     "--workers 2": "hf-to-megatron HF DST --workers 2",
     "--quantize fp8": "megatron-to-hf MEGATRON DST --quantize fp8",
+    "adapter merge": "adapter merge HF ADAPTER DST --tp 2 --format torch_dist",
     "to S3": "hf-to-megatron HF s3://b/out --tp 2",
     "from S3": "megatron-to-hf s3://b/megatron DST",
     "--watch": "megatron-to-hf RUN DST/{iteration} --watch --until 20 --interval 0.05s",
@@ -71,6 +72,8 @@ class Place:
         sources.mkdir(parents=True)
         shutil.copytree(MODEL, sources / "hf")
         good("hf-to-megatron", sources / "hf", sources / "megatron", "--tp", 2)
+        adapter = ("adapter", "to-megatron", ADAPTER, sources / "hf", sources / "adapter")
+        good(*adapter, "--layout", "block")
         for number in (10, 20):
             good("hf-to-megatron", sources / "hf", sources / "run", "--iteration", number)
         forms = {

@@ -109,6 +109,8 @@ def test_adapters_of_some_layers(sizes: Any, stages: Any, tmp_path: Path) -> Non
                     del model[key]
         torch.save(state, file)
     good("adapter", "to-hf", tmp_path / "a", tmp_path / "some")
+    good("megatron-to-hf", tmp_path / "a", tmp_path / "found")
+    assert lora.same(tmp_path / "found", tmp_path / "some")
     every, some = lora.tensors(tmp_path / "all"), lora.tensors(tmp_path / "some")
     missing = {key for key in every if ".layers.1.mlp." in key or ".layers.3." in key}
     assert missing and some.keys() == every.keys() - missing

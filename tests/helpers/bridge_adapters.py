@@ -64,8 +64,8 @@ def prepare() -> None:
 
 
 def mend_shared_outer() -> None:
-    """Lets adapters with `experts_shared_outer_loras` be saved. Megatron-Bridge 0.6 calls a function
-    without the groups of ranks that it requires, and fails.
+    """Lets adapters with `experts_shared_outer_loras` be saved. Megatron-Bridge 0.6 fails there: it
+    calls a function without the groups of ranks that this requires.
     """
     from megatron.bridge.peft import utils
 

@@ -145,9 +145,10 @@ class Torch:
         return Parallel(tp, more[0], self.vpp, ep=more[1] if len(more) > 1 else 1)
 
     def keys(self) -> list[str]:
-        """Returns the keys of the first and the last rank, which are those of the outer stages."""
-        ends = dict.fromkeys((self.directories[0], self.directories[-1]))
-        return [key for name in ends for model in self._rank(name).models for key in model]
+        """Returns the keys of the last rank and of a rank of each pipeline stage."""
+        stages = {tuple(name.split("_")[3:4]): name for name in reversed(self.directories)}
+        chosen = sorted({*stages.values(), self.directories[-1]})
+        return [key for name in chosen for model in self._rank(name).models for key in model]
 
     def stages(self, parallel: Parallel) -> list[list[dict[str, tuple[int, ...]]]]:
         """Returns the shapes of the tensors of one rank of each [pipeline rank][virtual stage], by
