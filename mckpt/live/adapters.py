@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from mckpt.live.steps import Move
 
-# sums that exist at a time: 128 MiB in float64. A sync of Llama 8B at tp 2 on two H100 then took
-# 0.18 s, and 0.28 s with 1024 rows at a time.
+# sums that exist at a time: 128 MiB in float64. An H100 then adds an adapter of rank 32 to half of
+# Llama 8B in 0.053 s, and in 0.036 s with products in float32, whose last bits would be its own.
 SUMS = 16 << 20
 CHOICES = ("merged", "only", "none")
 

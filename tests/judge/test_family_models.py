@@ -25,7 +25,7 @@ from tests.helpers import made_models, tiny
 from tests.helpers.judging import chosen_cases, explain, judge, limit, record
 from tests.helpers.made_models import CASES
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 VERSION = [int(part) for part in version("megatron-core").split(".")[:2]]
 WORLD = 4

@@ -18,7 +18,7 @@ from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
 from tests.judge import test_family_models as family_models
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 4

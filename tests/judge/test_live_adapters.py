@@ -19,7 +19,7 @@ from tests.helpers import lora
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 WORLD = 4
 LORA = {"kind": "lora", "dim": 4, "alpha": 8}

@@ -15,7 +15,7 @@ from tests.helpers import optimizer_samples as samples
 from tests.helpers import tiny
 from tests.helpers.judging import explain, judge
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 WORLD = 4
 PLAIN: dict[str, Any] = {"distributed_optimizer": False}

@@ -29,7 +29,7 @@ from tests.helpers.judged_models import LLAMA3, MOE, QWEN3, VOCAB
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 # embeddings tied, so that two stages hold them
 DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}

@@ -21,6 +21,7 @@ from tests.helpers.commands import good
 
 pytestmark = [
     pytest.mark.judge,
+    pytest.mark.newest,
     pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="PEFT is not installed"),
 ]
 

@@ -22,7 +22,7 @@ from tests.formats.test_quantised_checkpoints import tiny_quantised
 from tests.helpers import commands, made_models, tiny
 from tests.helpers.tiny import TinyModel
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 
 @pytest.mark.parametrize("case", ["gpt2", pytest.param("llama4", marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ from tests.helpers.commands import mckpt as command
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel, unpack
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 # largest relative difference in another order of additions
 ORDER = 2e-5
