@@ -629,6 +629,8 @@ def _run_config(decided: Decided, names: AdapterNames, how: str, scale: float) -
         if file.path == RUN_CONFIG:
             found = _SECTION.search(content)
             before = yaml.safe_load(found[0])["peft"] if found else {}
+            # made of target_modules; CanonicalLoRA of Megatron-Bridge 0.6 fails on what it saved
+            before.pop("canonical_mapping", None)
             if before.get(outer := "experts_shared_outer_loras"):  # now each has both factors
                 before |= {outer: False, "share_expert_adapters": False}
             kept = {

@@ -9,7 +9,8 @@ results stand behind the arrow:
     name     of the case
     source   Hugging Face directory of the base
     sizes    {"tp": 2, "pp": 1, "ep": 1}; its ranks must be all ranks of the run
-    export   a directory of PEFT, which Megatron-Bridge writes from the adapter in the model
+    export   a directory of PEFT, optional, which Megatron-Bridge writes from the adapter in the
+             model
     tokens   [[...]], optional -> NAME.npy: fp32 logits of Megatron-Core with the adapter, at pp 1
     save     a directory: the adapter gets random values, and Megatron-Bridge saves it there
     kind     with `save`: "lora", "canonical" or "dora"
@@ -157,7 +158,8 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
         save_files(model, optimizer, Path(case["save"]))
     elif "save" in case:
         save(model, provider, peft, case, optimizer)
-    base.save_hf_adapter(model, case["export"], peft, show_progress=False)
+    if "export" in case:
+        base.save_hf_adapter(model, case["export"], peft, show_progress=False)
     if "tokens" in case:
         logits = forward(model[0].eval(), torch.tensor(case["tokens"]), sizes["tp"])
         if dist.get_rank() == 0:

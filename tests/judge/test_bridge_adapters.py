@@ -119,6 +119,8 @@ TRAINED: dict[str, tuple[str, str, str, dict[str, Any], dict[str, int], dict[str
     "files of stages": ("llama", "torch", "lora", {}, {"pp": 2}, {"tp": 2}),
 }
 ALPHA = dict.fromkeys(("files", "files of stages"), ("--alpha", 8))  # which state none
+# Megatron-Bridge 0.6.2 does not export these of a model whose experts transformers stacks
+NO_EXPORT = ("shared outer",)
 EXPORT_IS_WRONG = ("dora", "dora of whole rows")  # Megatron-Bridge 0.6.2 leaves out the magnitudes
 
 
@@ -151,7 +153,7 @@ def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
                 "kind": kind,
                 "options": {"dim": 4, "alpha": 8, **options},
                 "save": str(work / "saved" / name),
-                "export": str(work / "exported" / name),
+                **({} if name in NO_EXPORT else {"export": str(work / "exported" / name)}),
                 **tokens(model, sizes),
             }
         )
@@ -218,7 +220,7 @@ def test_mckpt_reads_what_megatron_bridge_saves(case, ran, bases, work) -> None:
     assert result["ok"], explain(result)
     base = bases(SAVED[case][0])
     good("adapter", "to-hf", work / "saved" / case, work / "read" / case, "--like", base)
-    if case not in EXPORT_IS_WRONG:
+    if case not in (*EXPORT_IS_WRONG, *NO_EXPORT):
         same(base, work / "read" / case, work / "exported" / case)
     expect_logits(result, base, work / "read" / case)
 
@@ -255,13 +257,16 @@ def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
         good("adapter", "reshard", src, dst, *sizes, *more)
     results = judge(cases[1], 2, work / "trained on", **run)
     assert all(result["ok"] for result in results.values()), results
-    for name, (model, *_) in TRAINED.items():
+    for name, (model, *_, before, after) in TRAINED.items():
         like = SourceOptions(like=bases(model))
         one, other = (
             of_megatron(work / f"trained {name} {part}", like, otherwise=8)[0] for part in range(2)
         )
         assert other.optimizer is not None and one.optimizer is not None
-        assert one.optimizer.groups == other.optimizer.groups
+        groups = one.optimizer.groups
+        if before.get("ep", 1) > after.get("ep", 1):  # Megatron then has one optimizer for all
+            groups = [group for group in groups if not group[0]["is_expert_parallel"]]
+        assert groups == other.optimizer.groups
         one, other = one.with_optimizer(), other.with_optimizer()
         assert one.keys() == other.keys() and any("@exp_avg_sq" in name for name in one)
         assert all(np.array_equal(one[name].numpy(), other[name].numpy()) for name in one)
