@@ -54,6 +54,7 @@ STANDS_FOR = {
     "BailingMoeForCausalLM": "Qwen2MoeForCausalLM",
     "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
     "DeciLMForCausalLM": "LlamaForCausalLM",
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "ExaoneForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "InternVLChatModel": "Qwen3ForCausalLM",
