@@ -28,8 +28,8 @@ repository on the Hugging Face Hub and the names and shapes of its tensors, and 
 each tensor. The columns GPTModel and HybridModel name the options that the plan needs. *yes* means
 none, *no* that this model of Megatron-Core lacks such layers, and *other* that the model has a
 dialect of its own. Layers of multi-token prediction are not among these tensors, because
-transformers saves none. The elements of the tensors are as many as the publisher states
-(parameters), within its rounding or 1 %. Where a row names more repositories, their models have the
+transformers saves none. The elements of the tensors are as many as is published for the model
+(parameters), within the rounding or 1 %. Where a row names more repositories, their models have the
 same tensors and need the same options.
 """
 END = """

@@ -35,7 +35,7 @@ PAIRS = [
 ]
 
 
-PLANS_S = 120  # of processor time for all plans; 66 s on a loaded machine with two cores
+PLANS_S = 120  # of processor time for all plans; 31 s on two cores, 66 s when they are loaded
 spent: list[float] = []  # seconds of processor time for each plan
 
 

@@ -67,10 +67,13 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     **{(f"gemma-{n}b", d): ("activation",) for n in (2, 7) for d in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-3b-a800m", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
-    ("granite-4.0-h-small", "hybrid"): ("residual_scale",),
+    **{(f"granite-4.0-h-{size}", "hybrid"): ("residual_scale",) for size in ("350m", "small")},
     ("helium-1-2b", "hybrid"): ("rope_interleaved",),
-    **{("ministral-3-8b", dialect): ("position_scale",) for dialect in ("gpt", "hybrid")},
-    **{("ministral-3-8b-instruct", d): ("position_scale",) for d in ("gpt", "hybrid")},
+    **{
+        (name, dialect): ("position_scale",)
+        for name in ("devstral-small-2-24b", "ministral-3-8b", "ministral-3-8b-instruct")
+        for dialect in ("gpt", "hybrid")
+    },
     **{
         (f"pythia-{n}", d): ("parallel_residual",)
         for n in ("1.4b", "160m")
@@ -117,6 +120,7 @@ UNLOADABLE = {
     ("llama-3.3-nemotron-super-49b", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba-9b", "gpt"),
+    ("granite-4.0-h-350m", "gpt"),
     ("granite-4.0-h-small", "gpt"),
     ("mamba-codestral-7b", "gpt"),
     ("nemotron-3-nano-30b-a3b", "gpt"),
@@ -124,6 +128,7 @@ UNLOADABLE = {
     ("nemotron-3-ultra-550b-a55b", "gpt"),
     ("nemotron-h-56b", "gpt"),
     ("nemotron-h-8b", "gpt"),
+    ("nemotron-nano-12b-v2", "gpt"),
     ("nemotron-nano-9b-v2", "gpt"),
 }
 # model -> the newest megatron-core that can load it, if it is not the newest of all
@@ -132,7 +137,8 @@ UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18", "sarvam-105b":
 TP = dict.fromkeys(
     (
         *("bamba-9b", "falcon-h1-0.5b", "gemma-3-1b", "gpt-oss-20b", "gpt-oss-120b"),
-        *("granite-4.0-h-small", "minimax-m2.5", "olmoe-1b-7b", "smollm2-135m"),
+        *("granite-4.0-h-350m", "granite-4.0-h-small", "minimax-m2.5", "olmoe-1b-7b"),
+        "smollm2-135m",
     ),
     1,
 )
