@@ -144,7 +144,7 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
                 parameter.data.fill_(float("nan"))
     if "load" in case:
         if "trained" in case:
-            fill(model, sizes)
+            fill(model, sizes, 1)  # what is not loaded keeps other values
             optimizer = optimizer_of(model)
             load_optimizer(model, optimizer, path.parent)
         if case.get("whole"):
@@ -176,9 +176,9 @@ def adapter_class(kind: str) -> Any:
     }[kind]
 
 
-def fill(model: list[Any], sizes: dict[str, int]) -> None:
+def fill(model: list[Any], sizes: dict[str, int], number: int = 0) -> None:
     """Gives the adapter random values. Ranks that hold copies of a tensor must agree, so the seed
-    is the name, and the number of the rank that has another part.
+    is the name, and the number of the rank that has another part. Each `number` gives other values.
     """
     from megatron.core import parallel_state as ps
 
@@ -191,7 +191,8 @@ def fill(model: list[Any], sizes: dict[str, int]) -> None:
             tensor = 0 if expert else ps.get_tensor_model_parallel_rank()
             if name.endswith("weight_magnitude") and ("linear_proj" in name or "fc2" in name):
                 tensor = 0
-            seed = [zlib.crc32(name.encode()), apart, tensor, ps.get_pipeline_model_parallel_rank()]
+            stage = ps.get_pipeline_model_parallel_rank()
+            seed = [zlib.crc32(name.encode()), apart, tensor, stage, number]
             drawn = np.random.RandomState(seed).randn(*parameter.shape) / 8
             parameter.data.copy_(torch.from_numpy(drawn.astype(np.float32)))
 

@@ -257,19 +257,23 @@ def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
         good("adapter", "reshard", src, dst, *sizes, *more)
     results = judge(cases[1], 2, work / "trained on", **run)
     assert all(result["ok"] for result in results.values()), results
-    for name, (model, *_, before, after) in TRAINED.items():
+    for name, (model, *_) in TRAINED.items():
         like = SourceOptions(like=bases(model))
         one, other = (
             of_megatron(work / f"trained {name} {part}", like, otherwise=8)[0] for part in range(2)
         )
         assert other.optimizer is not None and one.optimizer is not None
-        groups = one.optimizer.groups
-        if before.get("ep", 1) > after.get("ep", 1):  # Megatron then has one optimizer for all
+        groups, after = one.optimizer.groups, other.optimizer.groups
+        if len(groups) > len(after):  # Megatron has an optimizer of some experts only at ep > 1
             groups = [group for group in groups if not group[0]["is_expert_parallel"]]
-        assert groups == other.optimizer.groups
+        assert groups == after
         one, other = one.with_optimizer(), other.with_optimizer()
         assert one.keys() == other.keys() and any("@exp_avg_sq" in name for name in one)
-        assert all(np.array_equal(one[name].numpy(), other[name].numpy()) for name in one)
+        # Megatron-Bridge loads the mean of the copies that it saves of an adapter of all experts
+        rounded = 1e-6 if name == "buffers of shared adapters" else 0
+        for factor in one:
+            found, wanted = other[factor].numpy(), one[factor].numpy()
+            assert np.allclose(found, wanted, rtol=rounded, atol=0), (name, factor)
 
 
 def expect_logits(result: dict[str, Any], base: Path, adapter: Path) -> None:
