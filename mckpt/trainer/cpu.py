@@ -179,6 +179,8 @@ def install() -> None:
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
+    # compiling one of Megatron's small functions takes half a minute and a C++ compiler
+    torch.compiler.set_stance("force_eager")
     stream = _Stream()
     shims: dict[str, Any] = {
         # megatron-core allocates nearly every buffer on this device

@@ -230,9 +230,6 @@ def own_modules() -> Iterator[None]:
         # module that is found at run time, hence the ignore.
         if getattr(module, "HAVE_FLA", None) is False:
             module.HAVE_FLA, module.l2norm = True, l2norm  # type: ignore[attr-defined]
-    if not torch.cuda.is_available():
-        # GatedDeltaNet compiles functions, for which a CPU needs a C++ compiler and seconds.
-        torch.compiler.set_stance("force_eager")
     try:
         for module, name, own in named:
             setattr(module, name, own)

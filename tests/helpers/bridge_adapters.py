@@ -55,7 +55,6 @@ def prepare() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(gated_delta_net.__name__) and hasattr(module, "l2norm"):
             module.l2norm = local_stack.l2norm
-    torch.compiler.set_stance("force_eager")  # a CPU needs a C++ compiler for compiled functions
     import megatron.bridge
     import megatron.bridge.peft.canonical_lora
     import megatron.bridge.peft.dora

@@ -51,7 +51,6 @@ def prepare() -> None:
     torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
         self if to == ("cuda",) else move(self, *to, **named)
     )
-    torch.compiler.set_stance("force_eager")  # a CPU needs a C++ compiler for compiled functions
     import swift.megatron.pipelines.export.export  # noqa: F401
 
 

@@ -32,7 +32,7 @@ from tests.helpers.judged_models import (
 )
 from tests.helpers.judging import explain, judge
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 
 def test_derived_sizes_of_another_run_are_not_used() -> None:

@@ -232,45 +232,41 @@ def results(
     different = work / "made" / "llama_nemotron"
     options = {"transformer_impl": "local", "format": "torch_dist"}
     mckpt.plan(different, work / "different", **options).run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute here
-        cases = [
-            {
-                "name": name,
-                "kind": "save",
-                "args": args,
-                "format": "torch_dist",
-                "destination": str(work / name),
-            }
-            for name, args in MODELS.items()
-        ]
-        for run in {run.saved: run for run in chosen}.values():
-            first = JOB | {"checkpoint": str(work / run.model)} | run.before | FORMS[run.form]
-            cases.append(
-                first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)}
-            )
-            if any(other.has_curve for other in chosen if other.saved == run.saved):
-                cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before, steps))
-        first_results = judge(cases, 4, work / "saving")
-        for run in chosen:
-            sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
-            sizes.setdefault("etp", sizes["tp"])
-            options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
-            # other padding would be other rows in the softmax, and so other losses
-            options += ["--target-format", run.target, "--keep-padding"]
-            options *= run.command == "reshard"
-            source = work / run.saved
-            if run.via:
-                other = work / f"{run.name}-before"
-                good("reshard", source, other, "--target-format", run.via, "--keep-padding")
-                source = other
-            good(run.command, source, work / run.name, *options)
-        after = [_resumed(work, run, run.name, run.name, run.after, steps) for run in chosen]
-        natively = {run.native: run for run in chosen if run.native}
-        after += [
-            _resumed(work, run, run.saved, name, run.after, steps) for name, run in natively.items()
-        ]
-        return first_results | judge(after, 4, work / "going-on")
+    cases = [
+        {
+            "name": name,
+            "kind": "save",
+            "args": args,
+            "format": "torch_dist",
+            "destination": str(work / name),
+        }
+        for name, args in MODELS.items()
+    ]
+    for run in {run.saved: run for run in chosen}.values():
+        first = JOB | {"checkpoint": str(work / run.model)} | run.before | FORMS[run.form]
+        cases.append(first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)})
+        if any(other.has_curve for other in chosen if other.saved == run.saved):
+            cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before, steps))
+    first_results = judge(cases, 4, work / "saving")
+    for run in chosen:
+        sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
+        sizes.setdefault("etp", sizes["tp"])
+        options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+        # other padding would be other rows in the softmax, and so other losses
+        options += ["--target-format", run.target, "--keep-padding"]
+        options *= run.command == "reshard"
+        source = work / run.saved
+        if run.via:
+            other = work / f"{run.name}-before"
+            good("reshard", source, other, "--target-format", run.via, "--keep-padding")
+            source = other
+        good(run.command, source, work / run.name, *options)
+    after = [_resumed(work, run, run.name, run.name, run.after, steps) for run in chosen]
+    natively = {run.native: run for run in chosen if run.native}
+    after += [
+        _resumed(work, run, run.saved, name, run.after, steps) for name, run in natively.items()
+    ]
+    return first_results | judge(after, 4, work / "going-on")
 
 
 def _resumed(

@@ -96,10 +96,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, d
     for name, (model, options) in TRAINED.items():
         paths = {"checkpoint": str(work / f"start-{model}"), "save": str(work / name)}
         cases.append(JOB | {"world": 2, "steps": 2, "name": name} | options | paths)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        for result in judge(cases, 2, work / "trained").values():
-            assert result["ok"], explain(result)
+    for result in judge(cases, 2, work / "trained").values():
+        assert result["ok"], explain(result)
     stock = []
     for run in RUNS:
         sizes = {"tp": 1, "pp": 1, "ep": 1} | run.sizes

@@ -95,9 +95,7 @@ def results(work: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, A
         job = json.loads((sample / "run.json").read_text())["job"]
         job |= {"name": case.name, "kind": "train", "checkpoint": str(work / case.name)}
         jobs.append(job | case.sizes | {"world": case.ranks, "resume": True})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute here
-        return judge(jobs, max(job["world"] for job in jobs), work / "going-on")
+    return judge(jobs, max(job["world"] for job in jobs), work / "going-on")
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
