@@ -260,7 +260,11 @@ def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
     """Returns whether the weights of a rule are quantised. Raises UsageError for weights that no
     loader reads in this form.
     """
-    if request.quantize is None or not schema().quantised.keys() >= set(map(plain, b.rule.of)):
+    names = set(map(plain, b.rule.of))
+    if request.quantize is None or not schema().quantised.keys() >= names:
+        return False
+    form, width = WRITTEN[request.quantize], packed(b.rule, request.names.scope()).shape[-1]
+    if form.encoding.per_byte > 1 and schema().not_in_4_bits >= names:
         return False
     stacked = b.axes(request.names.scope())
     if stacked or b.rule.transposed:
@@ -269,7 +273,6 @@ def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
             f"--quantize {request.quantize}: {b.rule.key} holds {what}, which no loader reads with"
             " scales of blocks; leave the option out"
         )
-    form, width = WRITTEN[request.quantize], packed(b.rule, request.names.scope()).shape[-1]
     if form.block[0] == 1 and width % (form.block[1] or 1):
         raise UsageError(
             f"--quantize {request.quantize}: {b.rule.key} has rows of {width} elements, and a scale"

@@ -50,6 +50,7 @@ class Schema(NamedTuple):
     tensors: dict[str, TensorSpec]
     # the tensors that a quantised export quantises -> the number of the list that each is in
     quantised: dict[str, int]
+    not_in_4_bits: frozenset[str]  # those of them that such forms do not quantise
     digest: str  # of logical.yaml
     added: dict[str, Any]  # name -> entry, of the user's files
 
@@ -129,7 +130,7 @@ def schema() -> Schema:
     dims = {name: _dim(entry, later=True) for name, entry in node["dims"].items()}
     tensors = {name: _tensor(entry, later=True) for name, entry in node["tensors"].items()}
     quantised = {name: i for i, listed in enumerate(node["quantised"]) for name in listed}
-    return Schema(dims, tensors, quantised, digest, {})
+    return Schema(dims, tensors, quantised, frozenset(node["not_in_4_bits"]), digest, {})
 
 
 def extend(added: Node) -> None:

@@ -37,13 +37,18 @@ CASES: dict[str, tuple[str, dict[str, Any], Parallel, str]] = {
 ROUTERS = ("gate", "shared_expert_gate")
 
 
-def published(model: str) -> HuggingFaceRequest:
-    """Returns an fp8 export of a published model, of its config alone."""
+def published(model: str, form: str = "fp8") -> HuggingFaceRequest:
+    """Returns a quantised export of a published model, of its config alone."""
     config = json.loads((tiny.FIXTURES / "configs" / f"{model}.json").read_text())
+    return request_of(config, form)
+
+
+def request_of(config: dict[str, Any], form: str) -> HuggingFaceRequest:
+    """Returns a quantised export of a model, of its config alone."""
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     names = Names(family, family.read(config), {}, Parallel())
     dtypes = {name: "bfloat16" for b in names.bound for name in b.rule.of}
-    return HuggingFaceRequest(names, dtypes, 10**13, quantize="fp8")
+    return HuggingFaceRequest(names, dtypes, 10**13, quantize=form)
 
 
 def arrays_of(directory: Path) -> dict[str, np.ndarray]:
@@ -208,6 +213,13 @@ def test_the_matrices_that_keep_their_dtype(model: str) -> None:
     kept = unquantised(published(model))
     assert {re.sub(r"\d+", "N", key) for key in kept} == {*ALWAYS, *UNQUANTISED[model]}
     lay_out(published(model))
+
+
+def test_nvfp4_leaves_the_keys_of_an_indexer_alone() -> None:
+    """vLLM loads them together with weights that are not quantised."""
+    kept, fp8 = (unquantised(published("deepseek-v3.2", form)) for form in ("nvfp4", "fp8"))
+    apart = {re.sub(r"\d+", "N", key) for key in {*kept} - {*fp8}}
+    assert apart == {"model.layers.N.self_attn.indexer.wk"}
 
 
 def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
