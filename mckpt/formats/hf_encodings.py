@@ -13,7 +13,7 @@ quant_method compressed-tensors   X.weight, X.weight_scale          fp8, also in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -143,7 +143,7 @@ WRITTEN = {
 }
 
 
-def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
+def quantisation_config(name: str, kept: Sequence[str]) -> dict[str, Any]:
     """Returns the quantization_config of a model that is written in the form `name`.
 
     kept: the modules whose weights are matrices and are not quantised.
@@ -152,8 +152,9 @@ def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
     NVFP4A16 of compressed-tensors 0.20.0 (quantization/quant_scheme.py), which vLLM 0.33.0 reads
     for linear layers with CompressedTensorsW8A8Mxfp8 and CompressedTensorsW4A4Fp4(use_a16=True),
     and for experts with methods of the same names (in model_executor/layers/quantization/,
-    compressed_tensors/compressed_tensors.py, schemes/ and compressed_tensors_moe/). With
-    activations in nvfp4, each layer would need a scale of its activations, which only data gives.
+    compressed_tensors/compressed_tensors.py, schemes/ and compressed_tensors_moe/);
+    tests/judge/test_quantised_peers.py lets it load all forms. With activations in nvfp4, each
+    layer would need a scale of its activations, which only data gives.
     """
     if name == "fp8":
         return {
@@ -186,7 +187,9 @@ def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "format": form,
         "config_groups": {"group_0": quantised},
-        "ignore": sorted(kept),
+        # vLLM 0.33 looks for the module attn.qkv of the vision tower of GLM-4.5V under the name
+        # attn.qkv_proj, with compressed-tensors only (model_executor/models/glm4_1v.py)
+        "ignore": sorted({*kept, *(f"{name}_proj" for name in kept if name.endswith(".qkv"))}),
         "kv_cache_scheme": None,
     }
 

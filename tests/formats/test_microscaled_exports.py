@@ -17,11 +17,13 @@ import pytest
 import mckpt
 from mckpt.conversion import to_store
 from mckpt.execute.engine import execute
+from mckpt.formats.hf import lay_out, unquantised
+from mckpt.formats.hf_encodings import quantisation_config
 from mckpt.geometry.parallel import Parallel
 from mckpt.values.quantisation import encode
-from tests.formats.test_quantised_exports import arrays_of
+from tests.formats.test_quantised_exports import arrays_of, request_of
 from tests.formats.test_quantised_forms import linears
-from tests.helpers import tiny
+from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
 
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
@@ -161,6 +163,30 @@ def test_it_is_read_again(tmp_path: Path, form: str) -> None:
     mckpt.plan(tmp_path / "again", tmp_path / "values2", format="hf").run()
     for key, array in arrays_of(tmp_path / "values2").items():
         assert np.array_equal(array, values[key]), key  # -0 becomes 0
+
+
+def test_experts_apart_are_found_by_the_names_of_nvfp4(tmp_path: Path) -> None:
+    """In a family whose experts may be in one tensor, they are found by X.weight_packed too."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "linear_value_head_dim": 16}
+    config = made_models.config("qwen3_5_moe") | sizes | {"shared_expert_intermediate_size": 48}
+    request = request_of(config, "nvfp4")
+    how = quantisation_config("nvfp4", unquantised(request))
+    source = tmp_path / "hf"
+    source.mkdir()
+    tiny.write_json(source / "config.json", {**config, "quantization_config": how})
+    for output in lay_out(request)[1]:
+        with (source / output.path).open("wb") as file:
+            file.truncate(output.size)
+            for at, raw in output.fixed(None):
+                file.seek(at)
+                file.write(raw)
+    plan = mckpt.plan(source, tmp_path / "out", format="hf")
+    assert "cast nvfp4 -> bfloat16: " in plan.summary()
+
+
+def test_a_fused_matrix_of_a_vision_tower_has_both_names_of_vllm() -> None:
+    how = quantisation_config("mxfp8", ["visual.blocks.0.attn.qkv", "visual.blocks.0.attn.proj"])
+    assert how["ignore"] == [f"visual.blocks.0.attn.{end}" for end in ("proj", "qkv", "qkv_proj")]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -305,8 +331,6 @@ def compressed_scheme(form: str) -> Any:
     """Returns the scheme of the export's config.json, as compressed-tensors parses it."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
-
-    from mckpt.formats.hf_encodings import quantisation_config
 
     how = QuantizationConfig.model_validate(quantisation_config(form, ["lm_head"]))
     return how.config_groups["group_0"], how.format
