@@ -10,6 +10,7 @@ converter that loses such a tensor would pass.
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -77,14 +78,15 @@ def make(cases: Iterable[str], out: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def _write(case: str, directory: Path) -> None:
+def write(case: str, directory: Path, c: dict[str, Any] | None = None) -> None:
+    """Writes a case in this process, or a model of the same kind with another config.json."""
     import torch
 
-    c = config(case)
+    c = c or config(case)
     kind = tiny.class_of(c)
     torch.manual_seed(0)  # some tensors keep the mean of transformers' random values
     # a copy, since transformers adds keys to rope_scaling
-    model = kind(kind.config_class.from_dict(renamed.config(config(case)))).float()
+    model = kind(kind.config_class.from_dict(renamed.config(copy.deepcopy(c)))).float()
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in state.items():
@@ -149,4 +151,4 @@ def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
 
 if __name__ == "__main__":
     for name in sys.argv[2:]:
-        _write(name, Path(sys.argv[1]) / name)
+        write(name, Path(sys.argv[1]) / name)
