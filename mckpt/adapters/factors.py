@@ -370,9 +370,9 @@ def _of_each_expert(s: Stored, names: AdapterNames) -> Stored:
     if names.outer_factors.isdisjoint(p.tensor.partition("@")[0] for p in s.pieces):
         return s
     count = names.dims["num_experts"]
-    every = {one: np.repeat(getattr(s, one), count) for one in ("layer", "file", "at")}
+    layer, file, at = (np.repeat(column, count) for column in (s.layer, s.file, s.at))
     expert = np.tile(np.arange(count, dtype=s.expert.dtype), len(s.expert))
-    return replace(s, expert=expert, **every)
+    return replace(s, layer=layer, expert=expert, file=file, at=at)
 
 
 def kept(layout: Layout, names: Iterable[str]) -> Layout:
