@@ -114,7 +114,14 @@ ALONE: dict[str, tuple[str, tuple[str, ...], str, str, dict[str, int], dict[str,
 }
 
 
-@pytest.mark.parametrize("case", ALONE)
+# half of a minute each, by mechanisms that the other cases have too
+SLOW = ("stages", "canonical", "latent")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in ALONE],
+)
 def test_an_adapter_alone_passes(case: str, work: Path) -> None:
     model, ends, layout, form, saved, sizes = ALONE[case]
     if model in made_models.CASES and VERSION < (0, 18):
