@@ -159,6 +159,8 @@ def plan_megatron(
     if swift:
         common, told = _swift_args(common, names, source.scale * names.rank)
         remarks.append(f"ms-swift loads it with --mcore_adapter {dst} {told}")
+    if isinstance(source.named, AdapterNames) and source.named.outer:
+        remarks.append("experts that shared one factor of two have both, each its own")
     laid, outputs = format.lay_out(
         MegatronRequest(
             names,

@@ -95,7 +95,7 @@ class PeftAdapter:
         """
         found = []
         factors = [row for rows in self.modules.values() for row in rows.values()]
-        for row in (*factors, *self.whole.values()):
+        for row in dict.fromkeys((*factors, *self.whole.values())):
             entry = self.entries.entry(row)
             if entry.dtype not in FACTORS or len(entry.shape) > 2:
                 continue
@@ -304,9 +304,9 @@ def _give_shared(entries: Entries, modules: dict[str, dict[str, int]]) -> None:
     for module in experts.keys() & modules.keys():
         rows = modules[module]
         shapes = [entries.entry(row).shape for row in rows.values()]
-        own = [one for one in experts[module] if modules[one].keys().isdisjoint(rows)]
-        if own and all(len(shape) == 3 and shape[0] == 1 for shape in shapes):
-            for one in own:
+        alone = all(modules[one].keys().isdisjoint(rows) for one in experts[module])
+        if alone and all(len(shape) == 3 and shape[0] == 1 for shape in shapes):
+            for one in experts[module]:
                 modules[one].update(rows)
             del modules[module]
             kinds.update(entries.columns.kind[row] for row in rows.values())

@@ -335,6 +335,10 @@ def test_experts_that_share_one_factor_of_two(where: str, tmp_path: Path) -> Non
                 ):
                     state["model"][key] = state["model"][key][0]
             torch.save(state, file)
+        resharded = good("adapter", "reshard", given, tmp_path / "tp2", "--tp", 2, "--ep", 2)
+        assert "experts that shared one factor of two have both" in resharded.err
+        good("adapter", "to-hf", tmp_path / "tp2", tmp_path / "back")
+        assert lora.same(tmp_path / "back", tmp_path / "every")
     for number, adapter in enumerate((tmp_path / "every", given)):
         good("adapter", "merge", base, adapter, tmp_path / f"merged{number}")
     good("diff", tmp_path / "merged0", tmp_path / "merged1")
