@@ -143,7 +143,7 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
                 parameter.data.fill_(float("nan"))
     if "load" in case:
         if "trained" in case:
-            fill(model, sizes, 1)  # what is not loaded keeps other values
+            fill(model, sizes, 1)  # the load has to replace these values
             optimizer = optimizer_of(model)
             load_optimizer(model, optimizer, path.parent)
         if case.get("whole"):
