@@ -13,11 +13,12 @@ from tests.helpers.make_fixture import (
     MERGES,
     SPECIAL,
     TINY_QWEN3,
+    TINY_QWEN3_MOE,
     V5,
     byte_letters,
-    write_tiny_qwen3,
+    write_model,
 )
-from tests.helpers.tiny import CASES, FIXTURES, config, decoder_only, hf_logits, shapes
+from tests.helpers.tiny import CASES, FIXTURES, Config, config, decoder_only, hf_logits, shapes
 
 # the number of parameters in billions, from the model cards
 PUBLISHED = {
@@ -127,14 +128,19 @@ def test_v5_configs_have_the_content_of_the_published_ones(name: str) -> None:
     } & set(written)
 
 
-def test_the_shipped_model_can_be_made_again_and_loads(tmp_path: Path) -> None:
-    """fixtures/tiny-qwen3 is the model that `python -m tests.helpers.make_fixture` makes, and
-    transformers and tokenizers read it.
+@pytest.mark.parametrize(
+    ("name", "config"), [("tiny-qwen3", TINY_QWEN3), ("tiny-qwen3-moe", TINY_QWEN3_MOE)]
+)
+def test_the_shipped_models_can_be_made_again_and_load(
+    name: str, config: Config, tmp_path: Path
+) -> None:
+    """They are what `python -m tests.helpers.make_fixture` makes, and transformers and tokenizers
+    read them.
     """
     from transformers import AutoTokenizer
 
-    shipped = FIXTURES / "tiny-qwen3"
-    write_tiny_qwen3(tmp_path)
+    shipped = FIXTURES / name
+    write_model(tmp_path, config)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         path.name for path in shipped.iterdir()
     )

@@ -1,8 +1,8 @@
-"""Makes fixtures/tiny-qwen3, the model of the README, and fixtures/configs/v5: `python -m
-tests.helpers.make_fixture`.
+"""Makes fixtures/tiny-qwen3, the model of the README, fixtures/tiny-qwen3-moe, that of the
+tutorial, and fixtures/configs/v5: `python -m tests.helpers.make_fixture`.
 
-The model is a Qwen3 of 120 thousand random parameters with a real byte-level tokenizer, small
-enough for git. Its vocabulary is odd and larger than its tokenizer's, as in published models.
+The models have about 120 thousand random parameters and a real byte-level tokenizer, small enough
+for git. Their vocabulary is odd and larger than their tokenizer's, as in published models.
 """
 
 from __future__ import annotations
@@ -42,6 +42,22 @@ TINY_QWEN3: Config = {
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 271,
+}
+
+TINY_QWEN3_MOE: Config = {
+    **TINY_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
 }
 
 MERGES = ("t h", "th e", "i n", "a n", "e r", "o n", "Ġ the", "Ġ a")
@@ -108,11 +124,11 @@ def tokenizer() -> dict[str, Any]:
     }
 
 
-def write_tiny_qwen3(directory: Path) -> None:
-    """Writes the model of the README."""
+def write_model(directory: Path, config: Config) -> None:
+    """Writes a checkpoint with random weights, a tokenizer and a generation config."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "config.json", TINY_QWEN3)
-    write_weights(directory, tensors(TINY_QWEN3, seed=2025))
+    write_json(directory / "config.json", config)
+    write_weights(directory, tensors(config, seed=2025))
     write_json(directory / "tokenizer.json", tokenizer())
     names = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
     settings = {"add_prefix_space": False, "chat_template": CHAT_TEMPLATE, "model_max_length": 128}
@@ -145,5 +161,6 @@ def write_v5_configs(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_tiny_qwen3(FIXTURES / "tiny-qwen3")
+    write_model(FIXTURES / "tiny-qwen3", TINY_QWEN3)
+    write_model(FIXTURES / "tiny-qwen3-moe", TINY_QWEN3_MOE)
     write_v5_configs(FIXTURES / "configs" / "v5")
