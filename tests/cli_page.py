@@ -18,8 +18,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """# Commands and options
 
 `mckpt COMMAND --help` prints the same in the terminal. Each option can also be set by an
-environment variable, such as `MCKPT_MAX_MEMORY` for `--max-memory` (`docs/environment.md`).
-`tests/cli_page.py` writes this page.
+environment variable, such as `MCKPT_MAX_MEMORY` for `--max-memory`
+([environment variables](environment.md)). `tests/cli_page.py` writes this page.
 """
 
 

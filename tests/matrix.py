@@ -12,6 +12,7 @@ the tables again.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -154,9 +155,8 @@ def families(results: list[Row]) -> str:
         cells = [strongest(judged[name, d]) for d in ("gpt", "hybrid")]
         # of a model that is neither GPTModel nor HybridModel
         own = judged[name, family.dialect] if cells == ["no", "no"] else []
-        rows.append(
-            [family.models, which, *cells, family.special + f"; {strongest(own)}" * bool(own)]
-        )
+        special = re.sub(r"`docs/(\S+)\.md`", r"[`docs/\1.md`](\1.md)", family.special)
+        rows.append([family.models, which, *cells, special + f"; {strongest(own)}" * bool(own)])
     rows.sort(key=lambda row: row[0].lower())
     return table(["models", "architecture", "GPTModel", "HybridModel", "notes"], rows)
 

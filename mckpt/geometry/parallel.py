@@ -100,8 +100,8 @@ class Parallel:
         return self.tp if self.etp is None else self.etp
 
     def stages(self, num_layers: int, mtp_layers: int = 0) -> list[list[list[int]]]:
-        """Returns the global layers of each [pipeline rank][virtual stage], as Megatron-Core places
-        them (transformer_block.py, get_num_layers_to_build).
+        """Returns the global layers of each pipeline rank and virtual stage, as Megatron-Core
+        places them (transformer_block.py, get_num_layers_to_build).
 
         The layers of multi-token prediction are not among them: all of them are in `mtp_stage`.
         Raises UsageError if the sizes do not fit.
@@ -295,7 +295,7 @@ class Parallel:
             )
 
     def directory(self, tp: int, pp: int, ep: int) -> str:
-        """Returns the name of one rank's directory: mp_rank_TT[_PPP][_EEE]."""
+        """Returns the name of one rank's directory: `mp_rank_TT[_PPP][_EEE]`."""
         return (
             f"mp_rank_{tp:02d}"
             + (f"_{pp:03d}" if self.pp > 1 else "")
