@@ -140,7 +140,7 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
         if not isinstance(fields, dict) or not isinstance(fields.get("command"), str):
             raise UsageError(f"{where}: has no command: {EXAMPLE}")
         name = fields["command"]
-        known = [n for n in program.commands if n not in ("run", "compat", "mappings")]
+        known = [n for n in program.commands if n not in ("run", "mappings")]
         if name not in known:
             raise UsageError(f"{where}: {name!r} is not a command{_meant(name, known)}")
         rest = {str(key): value for key, value in fields.items() if key != "command"}

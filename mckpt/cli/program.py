@@ -43,7 +43,6 @@ COMMANDS = {
     "train": Summary("train.train", "Train a Megatron checkpoint on Megatron-Core."),
     "push": Summary("push.push", "Upload a Hugging Face directory to the Hub."),
     "run": Summary("job.run_job", "Run the commands of a job file, one after the other."),
-    "compat": Summary("compat.compat", "Translate the command line of another converter."),
     "mappings": Summary("mappings.mappings", "List, show or check mapping files."),
     "doctor": Summary("doctor.doctor", "Print what is installed and found on this machine."),
 }
@@ -134,7 +133,6 @@ def _interrupted(error: BaseException) -> int:
         "megatron-to-hf",
         "reshard",
         "repair",
-        "compat",
         "run",
     } & set(sys.argv[1:2])
     cure = "; the same command continues where it stopped" if resumable else ""

@@ -174,8 +174,6 @@ def test_no_argument_reaches_the_terminal(made: Path, tmp_path: Path) -> None:
         ("inspect", made / "hf", "--iteration", HOSTILE),
         ("inspect", made / "hf", "--set", HOSTILE),
         ("inspect", made / "hf", "--family", HOSTILE),
-        ("compat", HOSTILE),
-        ("compat", "python", "convert.py", HOSTILE),
         ("run", tmp_path / "job.yaml"),
         ("run", tmp_path / "dry.yaml", "--dry-run"),
         ("run", tmp_path / "dry.yaml"),

@@ -91,8 +91,6 @@ def test_readers(src: Path, torch_dir: Path, dist_dir: Path, tmp_path: Path) -> 
 
 def test_the_others(src: Path, tmp_path: Path, monkeypatch: Any) -> None:
     compare("Doctor", outcome("doctor")[0])
-    line = "convert.sh import --hf-model A --megatron-path B"
-    compare("Compat", good("compat", "--json", *line.split()).json)
     commit = hub.Commit("0123", "https://hub/c", True, [])
     for made, state in ((commit, "uploaded"), (None, "planned")):
         pushed = Pushed(addresses.HubName("org/name", None), made, {"config.json": 7}, ["id_rsa"])

@@ -22,7 +22,7 @@ import numpy as np
 import mckpt
 from mckpt import cli, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.cli import compat, job
+from mckpt.cli import job
 from mckpt.containers import safetensors, torch_file
 from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import run_config, zarr_directory
@@ -343,24 +343,6 @@ def options(path: Path, random: Random) -> None:
     command(*words)
 
 
-LINES = tuple(
-    line.split()
-    for line in (
-        "python -m megatron.bridge.convert --input-path A --output-path B",
-        "python tools/checkpoint/convert.py --model-type GPT --loader llama_mistral --saver core"
-        " --load-dir A --save-dir B --target-tensor-parallel-size 4 --tokenizer-model T",
-        "swift export --model A --to_mcore true --output_dir B --tensor_model_parallel_size 2",
-        "python scripts/model_merger.py merge --backend megatron --local_dir A --target_dir B",
-    )
-)
-
-
-def lines(path: Path, random: Random) -> None:
-    """Translates the command line of another tool."""
-    words = damage.value(random, list(random.choice(LINES)))
-    compat.translate(tuple(map(str, words if isinstance(words, list) else [words])))
-
-
 def texts(path: Path, random: Random) -> None:
     """Reads the values of options that have a syntax of their own."""
     text = _words(random, (*string.printable, *VALUES), 8)
@@ -403,7 +385,6 @@ PARSERS = {
         Parser("args", 25, ("torch", "torch_dist", "old"), ("*_rng.pt", "common.pt"), MEGATRON),
         Parser("layout", 120, (), (), ((1, layouts),)),
         Parser("options", 20, ("hf",), (), ((1, options),)),
-        Parser("compat", 8, (), (), ((1, lines),)),
         Parser("settings", 46, (), (), ((1, texts),)),
     )
 }  # fmt: skip
