@@ -421,12 +421,26 @@ class ModelDescription:
         """Returns the args, or entries of run_config.yaml, that no Megatron known to mckpt has, and
         their values.
         """
+        return mapping.unknown_args(*stated) if (stated := self._stated_args) else {}
+
+    @property
+    def args_known_by_word(self) -> dict[str, Any]:
+        """Returns the args, or entries of run_config.yaml, that only a word of their names explains
+        as settings of the run, and their values.
+        """
+        return mapping.args_known_by_word(*stated) if (stated := self._stated_args) else {}
+
+    @property
+    def _stated_args(self) -> tuple[MappingFile, Mapping[str, Any]] | None:
+        """The args, or the entries of run_config.yaml in their place, and the file that reads
+        them; None without both.
+        """
         if not self.files.is_megatron:
-            return {}
+            return None
         if self.files.args is not None:
-            return mapping.unknown_args(self.mapping, self.files.args)
+            return self.mapping, self.files.args
         file, path = self.run_config_file, description_of(self.files.opened.root)
-        return mapping.unknown_args(file, read_model(path)) if file and path else {}
+        return (file, read_model(path)) if file and path else None
 
     @cached_property
     def notes(self) -> list[str]:
@@ -464,6 +478,12 @@ class ModelDescription:
         if self.unknown_args:
             listed = ", ".join(f"{name} {value!r:.80}" for name, value in self.unknown_args.items())
             out.append(f"its args have names that mckpt does not know: {listed}")
+        if by_word := self.args_known_by_word:
+            listed = ", ".join(f"{name} {value!r:.80}" for name, value in by_word.items())
+            out.append(
+                "mckpt knows these args by a word of their names only, and takes them for settings"
+                f" of the run: {listed}"
+            )
         made = "was given when the checkpoint was made"
         if "config" in files.inexact and self.accepted_dims:
             return [*out, f"all dims are those of {MANIFEST}: --allow-inexact config {made}"]

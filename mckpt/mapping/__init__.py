@@ -5,7 +5,7 @@ from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import equal, is_part, lookup, major_minor, typed
 from mckpt.mapping.heads import is_of_head, with_head
-from mckpt.mapping.inert import is_neutral, unknown_args
+from mckpt.mapping.inert import args_known_by_word, is_neutral, unknown_args
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
     KINDS,

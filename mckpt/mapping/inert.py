@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from mckpt.mapping.nodes import FOLDER, parse
 # The args of ms-swift 4 have the first, and do not describe the model, which it builds from
 # config.json. The others change it.
 _SWIFT, _SWIFT_CHANGES = "swift_version", ("rope_scaling", "megatron_extra_kwargs")
+_MODEL = "model"  # the group of mappings/inert_args.yaml whose words belong to parts of a model
 _READ = pattern(r"\bconfig\.(\w+)")  # in an expression
 
 
@@ -32,9 +34,26 @@ def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
     """
     if _SWIFT in args:
         return {name: args[name] for name in _SWIFT_CHANGES if _is_set(args.get(name))}
+    unlisted = _unlisted_args(file, args)
+    return {name: value for name, value in unlisted.items() if inert_word(name) is None}
+
+
+def args_known_by_word(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the args that only a word of their names explains as inert, and their values."""
+    unlisted = {} if _SWIFT in args else _unlisted_args(file, args)
+    return {name: value for name, value in unlisted.items() if inert_word(name) is not None}
+
+
+def _unlisted_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the args that have a value, and that neither `file` nor mappings/inert_args.yaml
+    lists by name.
+    """
     known = known_args(file)
-    given = {name: value for name, value in args.items() if name not in known and _is_set(value)}
-    return {name: value for name, value in given.items() if not is_inert(name)}
+    return {
+        name: value
+        for name, value in args.items()
+        if name not in known and not is_listed(name) and _is_set(value)
+    }
 
 
 def is_neutral(value: Any) -> bool:
@@ -58,12 +77,21 @@ def known_args(file: MappingFile) -> set[str]:
     return keys.union(*(_READ.findall(e.text) for e in used if e is not None))
 
 
-def is_inert(name: str) -> bool:
-    """Returns whether mappings/inert_args.yaml lists this arg or a word of its name."""
-    names, patterns, words = _listed()
-    if name in names or not words.isdisjoint(name.lower().split("_")):
-        return True
-    return patterns.fullmatch(name) is not None
+def is_listed(name: str) -> bool:
+    """Returns whether mappings/inert_args.yaml lists this arg by its name."""
+    return name in _listed()[0]
+
+
+def inert_word(name: str) -> str | None:
+    """Returns the word of mappings/inert_args.yaml that explains the arg of a fork as inert. None
+    without one, and if the name has a word of a model.
+    """
+    _, words, of_model = _listed()
+    parts = name.lower().strip("_").split("_")
+    if not of_model.isdisjoint(parts):
+        return None
+    pairs = ["_".join(pair) for pair in itertools.pairwise(parts)]
+    return next((part for part in [*parts, *pairs] if part in words), None)
 
 
 def _is_set(value: Any) -> bool:
@@ -75,13 +103,10 @@ def _is_set(value: Any) -> bool:
 
 
 @functools.cache
-def _listed() -> tuple[frozenset[str], re.Pattern[str], frozenset[str]]:
-    """Returns the names of mappings/inert_args.yaml, its names with a * as one pattern, and its
-    words.
-    """
-    groups = parse(FOLDER / "inert_args.yaml")[0].values()
-    names = {name for group in groups for name in group["names"].split()}
-    words = frozenset(word for group in groups for word in group.get("words", "").split())
-    globs = sorted(name for name in names if "*" in name)
-    patterns = re.compile("|".join(glob.replace("*", ".*") for glob in globs))
-    return frozenset(names.difference(globs)), patterns, words
+def _listed() -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Returns the names of mappings/inert_args.yaml, its words, and the words of a model."""
+    groups = dict(parse(FOLDER / "inert_args.yaml")[0])
+    of_model = groups.pop(_MODEL)
+    names = (name for group in groups.values() for name in group["names"].split())
+    words = (word for group in groups.values() for word in group.get("words", "").split())
+    return frozenset(names), frozenset(words), frozenset(of_model["words"].split())

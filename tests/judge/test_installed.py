@@ -20,7 +20,7 @@ import pytest
 from mckpt import mapping
 from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.mapping import MappingFile
-from mckpt.mapping.inert import inert_keys, is_inert, known_args
+from mckpt.mapping.inert import inert_keys, is_listed, known_args
 from mckpt.mapping.nodes import FOLDER, parse
 from tests.helpers import placement
 from tests.helpers.commands import run
@@ -89,10 +89,11 @@ def test_every_arg_of_the_installed_megatron_is_known() -> None:
     for name in mapping.names("run_config"):
         assert unlisted(mapping.load("run_config", name), fields) == []
     trainer = core.parent / "training"  # megatron-core has it from 0.19 on
-    text = (trainer / "arguments.py").read_text() if trainer.exists() else ""
-    flags = re.findall(r"add_argument\(\s*['\"]--([\w-]+)", text)
     args = fields_of(*trainer.glob("config/*_config.py"))
-    args |= {flag.replace("-", "_") for flag in flags if "no-" not in flag}  # these set another arg
+    for path in trainer.glob("*.py"):  # the parser, and what the trainer sets while it runs
+        args |= destinations(path.read_text(), path.name == "arguments.py")
+    if trainer.exists():
+        assert {"num_layers", "curr_iteration", "enable_msc"} <= args
     for name in ("gpt", "hybrid", "t5", "bert"):
         assert unlisted(mapping.load("megatron", name), args) == []
 
@@ -159,8 +160,22 @@ def fields_of(*paths: Path) -> set[str]:
     }
 
 
+def destinations(source: str, parser: bool) -> set[str]:
+    """Returns the names under which code stores args: those that it sets, and those of its flags.
+
+    parser: whether its flags are those of the trainer.
+    """
+    found = set(re.findall(r"\bargs\.(\w+) = ", source))
+    for node in ast.walk(ast.parse(source)) if parser else ():
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            named = [k.value for k in node.keywords if k.arg == "dest"] or node.args[:1]
+            texts = [one.value for one in named if isinstance(one, ast.Constant)]
+            found.update(str(text).lstrip("-").replace("-", "_") for text in texts)
+    return found
+
+
 def unlisted(file: MappingFile, names: set[str]) -> list[str]:
-    return sorted(n for n in names - known_args(file) if not is_inert(n))
+    return sorted(n for n in names - known_args(file) if not is_listed(n))
 
 
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs megatron-core 0.19")

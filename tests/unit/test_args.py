@@ -18,7 +18,7 @@ from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats.megatron.run_config import restated
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping.inert import is_inert
+from mckpt.mapping.inert import inert_word, is_listed
 from tests.helpers import tiny
 from tests.helpers.commands import PT, Pt, as_trained, refused, restate
 from tests.helpers.tiny import TinyModel
@@ -214,7 +214,17 @@ def test_args_that_no_family_with_these_tensors_has_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("input_embeddings_multiplier", 50.0), ("swish_gate", True), ("cap", "tanh")],
+    [
+        ("input_embeddings_multiplier", 50.0),
+        ("swish_gate", True),
+        ("cap", "tanh"),
+        # each has a word of inert_args.yaml: log, log, profile, interval and data
+        ("attn_logit_log_scale", 2.0),
+        ("moe_router_log_temperature", 0.5),
+        ("rope_profile_scale", 4.0),
+        ("nope_layer_interval", 4),
+        ("data_dependent_gate", True),
+    ],
 )
 def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
     name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
@@ -235,15 +245,19 @@ def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
 
 
 def test_args_that_change_nothing_are_accepted(tiny_model: TinyModel, tmp_path: Path) -> None:
-    inert = {
-        **{"wandb_flavour": "x", "my_profile_level": 3, "extra_data_mix": 0.5, "muon_ns": 5},
-        **{"source_model": "org/name", "recipe": None, "sparks": [], "enable_sparks": False},
-    }
+    """The stock args are those that Megatron-LM and its trainer loop set in every run."""
+    by_word = {"wandb_flavour": "x", "my_profile_level": 3, "extra_data_mix": 0.5, "muon_ns": 5}
+    stock = {"curr_iteration": 7, "iteration": 7, "_latest_batch_num_sequences": 4}
+    unset = {"source_model": "org/name", "recipe": None, "sparks": [], "enable_sparks": False}
     neutral = {"sparks_scale": 1.0, "num_sparks": 0}  # listed, because they may be more elsewhere
-    more = inert | neutral
+    more = by_word | stock | unset | neutral
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update(more))
     notes = mckpt.plan(run, tmp_path / "hf", format="hf").facts["notes"]
     assert notes[0].endswith(" does not know: sparks_scale 1.0, num_sparks 0")
+    assert notes[1].endswith(
+        "by a word of their names only, and takes them for settings of the run:"
+        " wandb_flavour 'x', my_profile_level 3, extra_data_mix 0.5, muon_ns 5"
+    )
 
 
 def test_an_unknown_name_of_an_arg_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -252,13 +266,29 @@ def test_an_unknown_name_of_an_arg_is_refused(tiny_model: TinyModel, tmp_path: P
         mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=["args.foo"])
 
 
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("my_weight_decay_end", "weight_decay"),
+        ("my_lr", "lr"),
+        ("logs", "logs"),
+        ("blog", None),
+        ("lr_scale_mlp", None),
+        ("embed_dropout_rate", None),
+        ("expert_dispatcher", None),
+    ],
+)
+def test_a_word_explains_the_args_of_forks(name: str, word: str | None) -> None:
+    assert inert_word(name) == word and not is_listed(name)
+
+
 def test_no_part_of_a_model_is_called_inert() -> None:
     """The words stand for the args of forks, so they must not be those of a dim."""
     for kind in ("megatron", "run_config"):
         for file in (mapping.load(kind, name) for name in mapping.names(kind)):
             keys = {key for dim in file.dims.values() for key in dim.keys}
             keys -= {"heterogeneous_layers_config_path"}  # written, and its value is not read
-            assert not [key for key in keys if is_inert(f"my_{key}")]
+            assert not [key for key in keys if inert_word(f"my_{key}")]
 
 
 @pytest.mark.parametrize("run_config", [False, True])
