@@ -68,7 +68,7 @@ destination_argument = click.argument("dst", type=PATH)
 html_option = click.option(
     "--html",
     type=OUTPUT_FILE,
-    help="Also write one HTML file with a map of the layers and a list of all tensors.",
+    help="Also write one HTML file with a list of all tensors, which can be searched.",
 )
 
 like_option = model_option(

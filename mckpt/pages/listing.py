@@ -25,7 +25,6 @@ from mckpt.formats.megatron.optimizer import holds_state
 from mckpt.geometry.box import Layout, Stored
 from mckpt.geometry.join import Joined
 from mckpt.mapping import Bound
-from mckpt.pages.bytes_map import nbytes
 from mckpt.values.dtypes import itemsize
 
 _FIELD = re.compile(r"\{(layer|expert|mtp)\}")
@@ -154,7 +153,16 @@ def groups(layout: Layout, numbering: Numbering) -> list[Group]:
         }
         numbers = [runs(fields[name]) for name in words[1::2]]
         out.append(
-            _group(words[::2], numbers, s.stored_as, s.shape, nbytes(s), len(s), kind) | made
+            _group(
+                words[::2],
+                numbers,
+                s.stored_as,
+                s.shape,
+                s.numel * itemsize(s.stored_as),
+                len(s),
+                kind,
+            )
+            | made
         )
     return out
 
