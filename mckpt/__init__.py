@@ -16,8 +16,10 @@ from mckpt.version import __version__ as __version__
 if TYPE_CHECKING:
     from mckpt.api import (
         Checkpoint,
+        Options,
         Parallel,
         Plan,
+        Source,
         adapter_to_hf,
         adapter_to_megatron,
         check,
@@ -30,17 +32,30 @@ if TYPE_CHECKING:
         reshard,
         write,
     )
+    from mckpt.checking import Checked
+    from mckpt.checkpoint.comparison import Difference
+    from mckpt.checkpoint.logical import LogicalTensor
     from mckpt.conversion.plan_data import PlannedCopy
-    from mckpt.progress import Progress
+    from mckpt.conversion.pushing import Pushed
+    from mckpt.conversion.streaming import HfTensors
+    from mckpt.progress import OnProgress, Progress
     from mckpt.verification.levels import verify
     from mckpt.verification.verdict import Verdict
 
 __all__ = [
+    "Checked",
     "Checkpoint",
+    "Difference",
+    "HfTensors",
+    "LogicalTensor",
+    "OnProgress",
+    "Options",
     "Parallel",
     "Plan",
     "PlannedCopy",
     "Progress",
+    "Pushed",
+    "Source",
     "Verdict",
     "adapter_to_hf",
     "adapter_to_megatron",
@@ -65,8 +80,14 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {
+        "Checked": "checking",
+        "Difference": "checkpoint.comparison",
+        "HfTensors": "conversion.streaming",
+        "LogicalTensor": "checkpoint.logical",
+        "OnProgress": "progress",
         "PlannedCopy": "conversion.plan_data",
         "Progress": "progress",
+        "Pushed": "conversion.pushing",
         "Verdict": "verification.verdict",
         "verify": "verification.levels",
     }

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
 from mckpt import checking, formats
+from mckpt.checking import Checked
 from mckpt.checkpoint import checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.planning import Plan
+from mckpt.conversion.pushing import Pushed
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats import foreign
@@ -31,9 +33,28 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from mckpt.checkpoint import comparison
+    from mckpt.checkpoint.comparison import Difference
+    from mckpt.checkpoint.logical import LogicalTensor
     from mckpt.conversion.moving import RunSettings
     from mckpt.conversion.streaming import HfTensors
+
+
+CHECKPOINT_NAMES = (
+    "args",
+    "dims",
+    "format",
+    "get",
+    "hf_config",
+    "hf_tensors",
+    "is_megatron",
+    "items",
+    "keys",
+    "left_behind",
+    "open",
+    "parallel",
+    "path",
+    "values",
+)
 
 
 class Checkpoint(checkpoint.Checkpoint):
@@ -61,57 +82,111 @@ class Checkpoint(checkpoint.Checkpoint):
         """
         return self.hf_tensors().config
 
+    def __getitem__(self, name: str) -> LogicalTensor:
+        try:
+            return super().__getitem__(name)
+        except KeyError:
+            first = next(iter(self), "")
+            raise KeyError(
+                f"{name} is not a tensor of this checkpoint. Its tensors have names such as"
+                f" {first}, and list(checkpoint) has all; hf_tensors() has them by their Hugging"
+                " Face names"
+            ) from None
+
+    def __dir__(self) -> list[str]:
+        """Returns the names that docs/python-api.md describes, without those that mckpt itself
+        uses.
+        """
+        special = (name for name in super().__dir__() if name.startswith("__"))
+        return [*special, *CHECKPOINT_NAMES]
+
 
 Source = Union[str, Path, checkpoint.Checkpoint]  # noqa: UP007
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Sizes(TypedDict, total=False):
-    """The parallel layout of a Megatron target."""
+    """The parallel layout of a Megatron target; `Options` explains its keywords."""
 
-    tp: int  # sizes: without them the source's; from Hugging Face 1
+    tp: int
     pp: int
     vpp: int
     ep: int
-    etp: int  # without it, as tp
-    # uneven pipelines, as Megatron's flags describe them
+    etp: int
     first_stage_layers: int
     last_stage_layers: int
     account_for_embedding: bool
     account_for_loss: bool
     layout: str
-    parallel: Parallel  # all of these at once, such as those of another checkpoint
+    parallel: Parallel
 
 
 class MegatronOptions(Sizes, total=False):
-    """The options of a conversion between Megatron checkpoints."""
+    """The options of a conversion between Megatron checkpoints; `Options` explains them."""
 
-    # of the new checkpoint; docs/python-api.md says what a conversion takes without it
     format: Literal["torch_dist", "torch", "zarr", "hf"]
-    dtype: Literal["bf16", "fp16", "fp32"]  # to cast to; without it each tensor keeps its own
-    dialect: str  # gpt or hybrid: the model of Megatron-Core whose names are written
+    dtype: Literal["bf16", "fp16", "fp32"]
+    dialect: str
     transformer_impl: Literal["transformer_engine", "local"]
     grouped_experts: bool
-    divisible_by: int  # pads the vocabulary to a multiple of this number times tp
+    divisible_by: int
     layer_keys: Literal["stacked", "per_layer"]
     common_as_object: bool
-    megatron_version: str  # of the megatron-core that will load it, such as "0.19"
-    run_config: bool  # writes run_config.yaml, from which Megatron-Bridge loads
+    megatron_version: str
+    run_config: bool
     no_optimizer: bool
     keep_padding: bool
-    allow_inexact: Iterable[str]  # differences to accept, by the names that errors print
-    overwrite: bool  # replaces a checkpoint in `dst` when the new one is complete
+    allow_inexact: Iterable[str]
+    overwrite: bool
     update_tracker: bool
 
 
 class Options(MegatronOptions, total=False):
-    """The options of a conversion."""
+    """The keywords of a conversion. A function may take some of them only, and its signature lists
+    those.
 
-    target_iteration: int  # writes iter_N instead of release
-    tokenizer: str | Path  # the directory of the tokenizer and other side files
-    no_adapter: bool  # leaves out the adapter beside the weights of a Hugging Face source
-    max_shard_size: int | str  # bytes of the largest safetensors file, or text such as "2GB"
-    quantize: Literal["fp8", "mxfp8", "nvfp4"]  # the weights of linear layers
+    format: of the new checkpoint: torch_dist, torch or zarr of Megatron, or hf.
+    dtype: bf16, fp16 or fp32, to which every tensor is cast; without it each keeps its own.
+    overwrite: replaces a checkpoint in `dst` when the new one is complete.
+    allow_inexact: differences to accept, by the names that errors print.
+    keep_padding: keeps all rows of the padded vocabulary.
+    no_adapter: leaves out the adapter beside the weights of a Hugging Face source.
+
+    Parallel sizes of a Megatron target. Without them they are those of the source; from Hugging
+    Face they are 1:
+
+    tp, pp, vpp, ep: tensor-, pipeline-, virtual pipeline- and expert-parallel size.
+    etp: tensor-parallel size of the experts; without it, as tp.
+    first_stage_layers, last_stage_layers, account_for_embedding, account_for_loss, layout: uneven
+        pipelines, as Megatron's flags describe them.
+    parallel: all of these at once, as a mckpt.Parallel, such as that of another checkpoint.
+
+    Of a Megatron target:
+
+    dialect: gpt or hybrid: the model of Megatron-Core whose names are written.
+    transformer_impl: transformer_engine or local: the layer spec whose names are written.
+    grouped_experts: True stores experts as --moe-grouped-gemm does, False one module for each.
+    divisible_by: pads the vocabulary to a multiple of this number times tp.
+    layer_keys: stacked has one key for all layers, per_layer one for each.
+    common_as_object: stores args and iteration inside the checkpoint, as megatron-core 0.19 does.
+    megatron_version: of the megatron-core that will load it, such as "0.19".
+    run_config: writes run_config.yaml, from which Megatron-Bridge loads.
+    no_optimizer: writes the weights only.
+    target_iteration: writes iter_N instead of release.
+    update_tracker: makes the tracker file name the new checkpoint in any case.
+
+    Of a Hugging Face directory:
+
+    tokenizer: the directory of the tokenizer and other side files.
+    max_shard_size: bytes of the largest safetensors file, or text such as "2GB".
+    quantize: fp8, mxfp8 or nvfp4: quantises the weights of linear layers.
+    """
+
+    target_iteration: int
+    tokenizer: str | Path
+    no_adapter: bool
+    max_shard_size: int | str
+    quantize: Literal["fp8", "mxfp8", "nvfp4"]
 
 
 class MoveOptions(TypedDict, total=False):
@@ -229,7 +304,7 @@ def open(
 def plan(src: Source, dst: str | Path, **options: Unpack[Options]) -> Plan:
     """Returns the plan that converts `src` to `dst`, proved from headers. Writes nothing.
 
-    `Options` lists the keywords with their meaning. Without `format`, a Hugging Face source becomes
+    `help(mckpt.Options)` explains the keywords. Without `format`, a Hugging Face source becomes
     torch_dist. A Megatron source keeps its format if a parallel size or `dialect` is given, and
     becomes a Hugging Face directory otherwise.
 
@@ -406,7 +481,7 @@ def diff(
     no_optimizer: bool = False,
     progress: OnProgress | None = None,
     cancel: Event | None = None,
-) -> comparison.Difference:
+) -> Difference:
     """Compares two checkpoints of any formats and sizes, tensor by tensor.
 
     The result is false if they are the same. If both have the state of an optimizer, that is
@@ -442,7 +517,7 @@ def check(
     threads: int = 0,
     progress: OnProgress | None = None,
     cancel: Event | None = None,
-) -> checking.Checked:
+) -> Checked:
     """Reads a whole checkpoint, of any program, and returns what is wrong with it.
 
     threads: 0 means one per core.
@@ -460,8 +535,8 @@ def push(
     private: bool = False,
     message: str | None = None,
     dry_run: bool = False,
-    tell: Callable[[pushing.Pushed], None] = lambda planned: None,
-) -> pushing.Pushed:
+    tell: Callable[[Pushed], None] = lambda planned: None,
+) -> Pushed:
     """Uploads a Hugging Face directory to the Hugging Face Hub, in one commit, after it has checked
     that the directory is complete.
 

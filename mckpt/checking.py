@@ -20,7 +20,14 @@ from isal import isal_zlib
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown, changed_files
 from mckpt.containers.entries import Span
-from mckpt.errors import CoverError, MckptError, PickleError, SourceError, StorageError
+from mckpt.errors import (
+    CoverError,
+    MckptError,
+    PickleError,
+    SourceError,
+    StorageError,
+    counted,
+)
 from mckpt.execute.files import OpenFiles, read_at
 from mckpt.execute.threads import ThreadPool
 from mckpt.formats.hf_config import side_files
@@ -240,7 +247,7 @@ TENSORS = (".safetensors", ".bin", ".distcp", ".pt")  # suffixes of files with t
 OTHER_FORM = "consolidated"  # prefix of weights in the form of Mistral
 
 
-@dataclass
+@dataclass(repr=False)
 class Checked:
     """The result of a check."""
 
@@ -260,6 +267,18 @@ class Checked:
         if self.damaged:
             return SourceError.exit_code
         return 1 if self.suspicious or self.unchecked else 0
+
+    @property
+    def verdict(self) -> str:
+        """Returns damaged, suspicious or sound."""
+        return {0: "sound", 1: "suspicious"}.get(self.exit_code, "damaged")
+
+    def __repr__(self) -> str:
+        found = [*self.damaged, *self.suspicious, *self.unchecked]
+        more = f"; {counted(len(found), 'finding')}, first: {found[0]}" if found else ""
+        return (
+            f"Checked({self.verdict}: {counted(self.files, 'file')}, {self.nbytes:,} bytes{more})"
+        )
 
     def json(self) -> dict[str, Any]:
         facts = {"bytes" if k == "nbytes" else k: value for k, value in vars(self).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.errors import CoverError, MappingError, MckptError, SourceError
+from mckpt.errors import CoverError, MappingError, MckptError, SourceError, shown
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.megatron.interface import as_megatron
@@ -228,6 +229,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def __len__(self) -> int:
         return self.layout.num_tensors
+
+    def __repr__(self) -> str:
+        # the tensors are not counted: that would read the mapping files
+        sizes = ""
+        with suppress(MckptError):
+            sizes = f", {self.files.opened.parallel()}" * self.is_megatron
+        return shown(f"{type(self).__name__}({self.format} {self.path}{sizes})")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # without the tensors' places: they would be large

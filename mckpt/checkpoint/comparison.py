@@ -56,7 +56,7 @@ class Changed:
         return f"{self.name}: {elements}, {at}, max abs {self.max_abs:g}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Difference:
     """The result of `diff`. It is false if the two sides are the same and no weight was dropped."""
 
@@ -77,6 +77,18 @@ class Difference:
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.changed or self.dropped or self.replicas)
+
+    def __repr__(self) -> str:
+        apart: dict[str, Sequence[object]] = {
+            "differ": self.changed,
+            "missing": self.missing,
+            "extra": self.extra,
+        }
+        others = {"dropped": self.dropped, "replicas apart": self.replicas}
+        apart |= {name: found for name, found in others.items() if found}
+        counts = ", ".join(f"{len(found):,} {name}" for name, found in apart.items())
+        first = next((f"; first: {found[0]}" for found in apart.values() if found), "")
+        return f"Difference({counted(self.same, 'tensor')} equal, {counts}{first})"
 
     def swapped(self) -> Difference:
         """Returns the same difference with the two sides exchanged."""

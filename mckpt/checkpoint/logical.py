@@ -129,7 +129,7 @@ class LogicalTensor(LazyTensor):
     def __init__(
         self, reader: Reader, name: str, shape: tuple[int, ...], box: Box | None = None
     ) -> None:
-        self._reader, self.name, self.whole = reader, name, shape
+        self._reader, self.name, self._whole = reader, name, shape
         self._box = box or whole_box(shape)
         self._dropped: tuple[int, ...] = ()  # axes that an integer index removed
         self.dtype = reader.dtype(name)
@@ -141,7 +141,7 @@ class LogicalTensor(LazyTensor):
     def __getitem__(self, index: Any) -> LogicalTensor:
         """Returns a box of the tensor, for integers, slices of step 1, and at most one `...`."""
         index = index if isinstance(index, tuple) else (index,)
-        axes = [a for a in range(len(self.whole)) if a not in self._dropped]
+        axes = [a for a in range(len(self._whole)) if a not in self._dropped]
         if any(i is Ellipsis for i in index):
             at = next(n for n, i in enumerate(index) if i is Ellipsis)
             index = (*index[:at], *(slice(None),) * (len(axes) - len(index) + 1), *index[at + 1 :])
@@ -166,7 +166,7 @@ class LogicalTensor(LazyTensor):
                     )
                 offset[axis], shape[axis] = offset[axis] + at, 1
                 dropped.append(axis)
-        out = LogicalTensor(self._reader, self.name, self.whole, Box(tuple(offset), tuple(shape)))
+        out = LogicalTensor(self._reader, self.name, self._whole, Box(tuple(offset), tuple(shape)))
         out._dropped = tuple(dropped)
         return out
 

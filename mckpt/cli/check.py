@@ -43,9 +43,8 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
     with terminal.showing("checking", as_json) as shown:
         report = api.check(source, threads=threads, progress=shown)
     seconds = time.perf_counter() - start
-    verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[report.exit_code]
     if as_json:
-        echo_outcome(verdict, start, report.json(), path=source.opened.root)
+        echo_outcome(report.verdict, start, report.json(), path=source.opened.root)
         return report.exit_code
     for title, lines in (
         ("damaged", report.damaged),
@@ -55,7 +54,7 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
         for line in lines:
             echo(f"{title}: {line}")
     echo(
-        f"{source.opened.root}: {verdict}; {counted(report.files, 'file')}, {report.nbytes:,} bytes"
-        f" and {counted(report.checksums, 'checksum')} in {seconds:.2f} s"
+        f"{source.opened.root}: {report.verdict}; {counted(report.files, 'file')},"
+        f" {report.nbytes:,} bytes and {counted(report.checksums, 'checksum')} in {seconds:.2f} s"
     )
     return report.exit_code

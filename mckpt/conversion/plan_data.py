@@ -236,7 +236,7 @@ class SourceState(Struct, frozen=True):
         return _digest([one.shared for one in self.stamps])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PlanData:
     """A conversion that is proved from headers alone."""
 
@@ -251,6 +251,14 @@ class PlanData:
     copied: list[Path]  # the source files that are copied whole
     facts: dict[str, Any]  # the content of the manifest
     remarks: list[str]  # sentences for the user on files that the output does not have
+
+    def __repr__(self) -> str:
+        source, target = self.source, self.destination
+        return shown(
+            f"{type(self).__name__}({source.format} {source.path} -> {self.target.format}"
+            f" {target.path}: {len(self.joined.copies):,} copies,"
+            f" {counted(len(self.outputs), 'file')}, {self.nbytes:,} bytes)"
+        )
 
     @cached_property
     def digest(self) -> str:

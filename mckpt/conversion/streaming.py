@@ -34,7 +34,7 @@ from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.run import publish
 from mckpt.conversion.target import MAX_SHARD_SIZE, TargetOptions
 from mckpt.conversion.to_hf import export_of
-from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_again, show_as
+from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_again, show_as, shown
 from mckpt.execute.files import write_at
 from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import Batches, read, within
@@ -95,7 +95,7 @@ class HfTensor(LazyTensor):
         out = np.empty(self.nbytes, "u1") if buffer is None else buffer.view("u1")[: self.nbytes]
         if len(out):
             width = self._row.nbytes // (self._row.shape[0] if self._row.shape else 1)
-            self._of.read(self.name, self._rows.start * width, out.data)
+            self._of._fill(self.name, self._rows.start * width, out.data)
         return out
 
 
@@ -129,7 +129,7 @@ class HfTensors(Mapping[str, HfTensor]):
         order = np.argsort(at)
         return joined, joined.copies[order], at[order]
 
-    def read(self, name: str, skipped: int, out: memoryview) -> None:
+    def _fill(self, name: str, skipped: int, out: memoryview) -> None:
         """Reads into `out` the bytes of a tensor behind its first `skipped` bytes."""
         row, file, at = self._rows[name]
         joined, copies, starts = self._joined
@@ -145,13 +145,25 @@ class HfTensors(Mapping[str, HfTensor]):
             raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
 
     def __getitem__(self, name: str) -> HfTensor:
+        if name not in self._rows:
+            raise KeyError(
+                f"{name} is not a tensor of the Hugging Face directory. Its tensors have names such"
+                f" as {next(iter(self), '')}; the checkpoint itself has logical tensors"
+            )
         return HfTensor(self, self._rows[name][0])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __repr__(self) -> str:
+        path, num = self._given.path, len(self)
+        return shown(f"HfTensors({counted(num, 'tensor')} of {self._given.format} {path})")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HfTensors, (self._given,)

@@ -270,7 +270,8 @@ def continues(there: int, total: int) -> str:
     """Returns the note of a run that continues the work of an earlier one; both in bytes."""
     units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
     scale, unit = next(one for one in units if total >= one[0])
-    return f"continues: {there / scale:.2f} of {total / scale:.2f} {unit} are there"
+    done = f"{there / scale:.2f} of {total / scale:.2f} {unit}"
+    return f"continues an interrupted run, which has written {done}"
 
 
 class _Run:

@@ -46,7 +46,7 @@ CLEAN = 3.0
 FAULT = 10.0  # the tolerances by which the seeded fault must move the logits
 
 
-@dataclass
+@dataclass(repr=False)
 class Verdict:
     """The result of a verification.
 
@@ -62,6 +62,10 @@ class Verdict:
     def exit_code(self) -> int:
         """Is 0 for pass, 1 for fail and incomplete."""
         return 0 if self.verdict == "pass" else 1
+
+    def __repr__(self) -> str:
+        more = f" and {len(self.reasons) - 1:,} more" * (len(self.reasons) > 1)
+        return f"Verdict({': '.join([self.verdict, *self.reasons[:1]])}{more})"
 
     def json(self) -> dict[str, Any]:
         """Returns plain data, without the pairs of logits that the report draws."""

@@ -625,7 +625,7 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     )
     puts = [one for one in server.control()["log"] if one.startswith("PUT") and ".pt" in one]
     assert len(puts) == 4 - len(sent)
-    assert "continues: " in done.stderr and "B are there" in done.stderr
+    assert "continues an interrupted run, which has written " in done.stderr
     assert files(fetched("m")) == files(local)
 
 

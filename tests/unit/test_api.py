@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import collections.abc
 import inspect
+import pathlib
 import pickle
 import re
 import sys
 import threading
+import typing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +20,7 @@ import numpy as np
 import pytest
 
 import mckpt as package
+from mckpt.checkpoint.comparison import Changed
 from mckpt.conversion.moving import RunSettings
 from mckpt.errors import UsageError
 from mckpt.wording import in_keywords
@@ -159,6 +165,59 @@ def test_all_functions_list_their_keywords():
         found = inspect.signature(getattr(package, name)).parameters
         assert some <= found.keys(), name
         assert not [p for p in found.values() if p.kind is p.VAR_KEYWORD], name
+
+
+def test_all_types_that_help_names_are_public():
+    known = {*package.__all__, *typing.__all__, *dir(builtins)}
+    known |= {*dir(collections.abc), *dir(pathlib), *dir(threading)}
+    for name in package.__all__:
+        if not inspect.isfunction(found := getattr(package, name)):
+            continue
+        signature = inspect.signature(found)
+        parameters = signature.parameters.values()
+        for text in (signature.return_annotation, *(p.annotation for p in parameters)):
+            tree = ast.walk(ast.parse(text, mode="eval"))
+            named = {node.id for node in tree if isinstance(node, ast.Name)}
+            assert named <= known, (name, named - known)
+    assert not [
+        key for key in package.Options.__annotations__ if key not in package.Options.__doc__
+    ]
+    assert "help(mckpt.Options)" in package.plan.__doc__
+
+
+def test_each_object_is_one_line_and_shows_its_public_names_only(src, torch_dir, tmp_path):
+    ckpt, plan = package.open(torch_dir), package.plan(src, tmp_path / "out", tp=2)
+    same, found = package.diff(src, torch_dir), package.check(torch_dir)
+    broken = package.Difference(changed=[Changed("w", "dtype", "float32", "bfloat16")], same=46)
+    bytes_read = f"{found.nbytes:,} bytes"
+    for one, text in (
+        (ckpt, f"Checkpoint(torch {torch_dir}, tp 2, pp 2)"),
+        (package.open(src), f"Checkpoint(hf {src})"),
+        (ckpt.hf_tensors(), f"HfTensors(47 tensors of torch {torch_dir})"),
+        (ckpt["layers.3.attn.q.weight"], "(layers.3.attn.q.weight, [384, 48], bfloat16)"),
+        (same, "Difference(47 tensors equal, 0 differ, 0 missing, 0 extra)"),
+        (
+            broken,
+            "(46 tensors equal, 1 differ, 0 missing, 0 extra; first: w: dtype float32 against",
+        ),
+        (found, f"Checked(sound: {found.files} files, {bytes_read})"),
+        (package.Verdict("fail", ["a", "b"], {"scatter": [0] * 99}), "Verdict(fail: a and 1 more)"),
+        (plan, f"Plan(hf {src} -> torch_dist {tmp_path}/out/release: 47 copies, 6 files, "),
+    ):
+        assert text in repr(one) and len(repr(one)) < 200 + len(text), repr(one)
+    page = (pathlib.Path(package.__file__).parent.parent / "docs/python-api.md").read_text()
+    public = {name for name in dir(ckpt) if not name.startswith("_")}
+    assert public >= {"dims", "format", "hf_tensors", "items", "parallel"}
+    assert all(hasattr(ckpt, name) and f"`{name}" in page for name in public), public
+
+
+def test_a_name_of_the_other_kind_is_an_error_that_points_there(torch_dir):
+    ckpt = package.open(torch_dir)
+    with pytest.raises(KeyError, match=r"such as embed.weight.*hf_tensors\(\) has them by their H"):
+        ckpt["model.embed_tokens.weight"]
+    assert ckpt.get("model.embed_tokens.weight") is None
+    with pytest.raises(KeyError, match=r"such as model.embed_tokens.weight.*logical"):
+        ckpt.hf_tensors()["embed.weight"]
 
 
 @pytest.mark.parametrize("name", ["convert", "write", "reshard", "repair"])
