@@ -390,7 +390,8 @@ class ModelDescription:
         if self.files.args is None or self.mapping.stage_sizes is None:
             return saved
         try:
-            sizes = self.mapping.stage_sizes({"config": self.files.args})
+            args = self.mapping.upgraded(self.files.args)
+            sizes = self.mapping.stage_sizes({"config": args})
             return saved if sizes is None else saved.with_stage_sizes(sizes)
         except (ExpressionError, UsageError) as e:
             raise SourceError(f"{self.files.path}: its args do not fit its pipeline: {e}") from None
@@ -477,7 +478,7 @@ class ModelDescription:
             )
         if self.unknown_args:
             listed = ", ".join(f"{name} {value!r:.80}" for name, value in self.unknown_args.items())
-            out.append(f"its args have names that mckpt does not know: {listed}")
+            out.append(f"its args have names or values that mckpt does not know: {listed}")
         if by_word := self.args_known_by_word:
             listed = ", ".join(f"{name} {value!r:.80}" for name, value in by_word.items())
             out.append(

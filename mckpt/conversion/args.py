@@ -84,6 +84,7 @@ def args_of(decided: Decided) -> Args:
     else:
         kept = _replaced(decided, written)
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
+        kept.update(dict.fromkeys(dialect.outdated & own.keys()))
         if decided.changes_dialect:
             kept.update(_args_restated(source.mapping, dialect, written))
             kept.update(_neutral_args(source, dialect))
@@ -282,6 +283,9 @@ def _changed_run_config(
     source, target = decided.source, decided.target
     out = run_config.sizes(decided.names.parallel)
     out |= {key: model[key] for key in file.keys_with("stages") if key in model}
+    out |= dict.fromkeys(
+        file.outdated & run_config.read_model(source.opened.root / RUN_CONFIG).keys()
+    )
     if source.files.options.no_mtp:
         out |= {key: model.get(key) for key in file.dims["mtp_layers"].keys}
     if target.dtype is not None:

@@ -278,9 +278,15 @@ def refuse_inexact(
 
 def lost_args(source: Checkpoint) -> dict[str, str]:
     """Returns the reasons not to leave out the args that mckpt does not know: name -> reason."""
+    known = source.mapping.values
     return {
-        _arg(name): f"{name} is {value!r:.80}, and mckpt knows no arg of Megatron with this name:"
-        " the model may compute with it, and the target will not"
+        _arg(name): f"{name} is {value!r:.160}, and mckpt"
+        + (
+            " does not know this value"
+            if name in known
+            else " knows no arg of Megatron with this name"
+        )
+        + ": the model may compute with it, and the target will not"
         for name, value in source.model.unknown_args.items()
         if not mapping.is_neutral(value)
     }

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
+from mckpt.lazy import pattern
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.forms import (
     ABSENT,
@@ -54,6 +55,7 @@ def without_mtp(dims: Mapping[str, Any]) -> Dims:
     return {**dims, **lists, "mtp_layers": 0}
 
 
+CONFIG_KEY = pattern(r"\bconfig\.(\w+)")  # in an expression
 LONG = 400  # characters of a value that an error shows
 
 
@@ -120,6 +122,9 @@ class MappingFile(Struct, frozen=True):
     run_flags: dict[str, Any]  # arg -> its flag, for settings of the run
     by_args: dict[str, Expression]  # choice -> its value, from the args
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping supports
+    # arg -> its value in a newer Megatron, from the args of an older one
+    upgrade: dict[str, Expression]
+    values: dict[str, tuple[Any, ...]]  # arg -> values that change nothing; others may
     refused: dict[str, Condition]  # config key -> when its value is refused
     # dim -> when and why the stock program computes a result that contradicts the config
     warned: dict[str, Condition]
@@ -273,10 +278,23 @@ class MappingFile(Struct, frozen=True):
     def choices_in(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the choices that the args determine."""
         try:
-            found = {name: e({"config": dict(args)}) for name, e in self.by_args.items()}
+            config = dict(self.upgraded(args))
+            found = {name: e({"config": config}) for name, e in self.by_args.items()}
         except ExpressionError as e:
             raise MappingError(f"args: {e}") from None
         return {name: value for name, value in found.items() if value is not None}
+
+    def upgraded(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns args with those of an older Megatron under the names of a newer one."""
+        if not (self.upgrade and args):
+            return args
+        return {**args, **{name: e({"config": args}) for name, e in self.upgrade.items()}}
+
+    @property
+    def outdated(self) -> set[str]:
+        """Returns the args that `upgraded` reads, and that no dim does."""
+        read = {name for e in self.upgrade.values() for name in CONFIG_KEY.findall(e.text)}
+        return read - {key for dim in self.dims.values() for key in dim.keys}
 
     @property
     def vocabulary(self) -> Rule:
@@ -307,7 +325,10 @@ class MappingFile(Struct, frozen=True):
         file does not support.
         """
         known, override = dict(known or {}), dict(override or {})
-        config = view(config, self.inside)
+        try:
+            config = self.upgraded(view(config, self.inside))
+        except ExpressionError as e:
+            raise MappingError(f"{source}: {e}") from None
         dims: Dims = {}
         problems: list[str] = []
         pending: list[str] = []

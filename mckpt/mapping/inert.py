@@ -8,15 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mckpt.lazy import pattern
-from mckpt.mapping.file import MappingFile
+from mckpt.mapping.file import CONFIG_KEY, MappingFile
+from mckpt.mapping.forms import equal
 from mckpt.mapping.nodes import FOLDER, parse
 
 # The args of ms-swift 4 have the first, and do not describe the model, which it builds from
 # config.json. The others change it.
 _SWIFT, _SWIFT_CHANGES = "swift_version", ("rope_scaling", "megatron_extra_kwargs")
 _MODEL = "model"  # the group of mappings/inert_args.yaml whose words belong to parts of a model
-_READ = pattern(r"\bconfig\.(\w+)")  # in an expression
 
 
 @functools.cache
@@ -46,13 +45,16 @@ def args_known_by_word(file: MappingFile, args: Mapping[str, Any]) -> dict[str, 
 
 def _unlisted_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the args that have a value, and that neither `file` nor mappings/inert_args.yaml
-    lists by name.
+    lists by name. Of the args under `values`, `file` lists these values only.
     """
     known = known_args(file)
     return {
         name: value
         for name, value in args.items()
-        if name not in known and not is_listed(name) and _is_set(value)
+        if _is_set(value)
+        and name not in known
+        and not is_listed(name)
+        and not any(equal(value, one) for one in file.values.get(name, ()))
     }
 
 
@@ -72,9 +74,13 @@ def known_args(file: MappingFile) -> set[str]:
         *(*file.expect, *file.refused, *file.inert, *file.flags, *file.run_flags),
     }
     used = [e for dim in dims for e in (dim.default, dim.read, dim.when)]
-    used += [*file.by_args.values(), *(entry.when for entry in file.refused.values())]
+    used += [
+        *file.by_args.values(),
+        *file.upgrade.values(),
+        *(entry.when for entry in file.refused.values()),
+    ]
     used.append(file.stage_sizes)
-    return keys.union(*(_READ.findall(e.text) for e in used if e is not None))
+    return keys.union(*(CONFIG_KEY.findall(e.text) for e in used if e is not None))
 
 
 def is_listed(name: str) -> bool:

@@ -56,13 +56,6 @@ REQUIRED_MOE = (
     "moe_layer_freq",
 )
 
-# Args of models that this trainer does not build, and the value that means "not used".
-UNSUPPORTED = (
-    ("spec", None),
-    ("hybrid_override_pattern", None),
-    ("is_hybrid_model", False),
-)
-
 # Fields that make a run faster or smaller and do not change its result. Their kernels are absent on
 # a CPU, and logits are compared across machines, so all of them are off everywhere, whatever the
 # args of the checkpoint. Two of them, bias_activation_fusion and use_te_activation_func, replace
@@ -134,6 +127,7 @@ def namespace(args: Namespace | Mapping[str, Any]) -> Namespace:
     out = Namespace(**copy.copy(dict(args) if isinstance(args, Mapping) else vars(args)))
     if isinstance(getattr(out, "params_dtype", None), str):
         out.params_dtype = getattr(torch, out.params_dtype.removeprefix("torch."))
+    hybrid.upgrade(out)
     return out
 
 
@@ -212,11 +206,11 @@ def check(args: Namespace) -> None:
         for name in needed
         if name not in nullable and hasattr(args, name) and getattr(args, name) is None
     ]
-    problems += [
-        f"{name} is {getattr(args, name)!r}: not built here"
-        for name, off in UNSUPPORTED
-        if getattr(args, name, off) not in (off, False)
-    ]
+    spec = getattr(args, "spec", None)
+    if spec and spec[0] != "local" and not str(spec[0]).startswith("megatron.core.models."):
+        problems.append(f"spec is {spec!r}: not built here")
+    if getattr(args, "is_hybrid_model", False) and not hybrid.pattern(args):
+        problems.append("is_hybrid_model is True, and there is no hybrid_layer_pattern")
     if epsilon(args) is None:
         problems.append("layernorm_epsilon (norm_epsilon before Megatron-Core 0.16) is absent")
     tp = args.tensor_model_parallel_size

@@ -25,6 +25,30 @@ def pattern(args: Namespace) -> str | None:
     return getattr(args, "hybrid_layer_pattern", None)
 
 
+def upgrade(args: Namespace) -> None:
+    """Moves the patterns of a Megatron before 0.17 to hybrid_layer_pattern, as Megatron does when
+    it loads (megatron/training/arguments.py, validate_args).
+
+    Raises UsageError if they contradict it.
+    """
+    old, mtp = (
+        getattr(args, name, None)
+        for name in ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
+    )
+    if not (old or mtp):
+        return
+    new = pattern(args) or old or ""
+    if old and layers(old) != layers(new):
+        raise UsageError(
+            f"hybrid_override_pattern is {old!r}, and hybrid_layer_pattern, its newer name, is"
+            f" {new!r}"
+        )
+    if mtp and "/" not in new:
+        new += f"/{mtp}" * (getattr(args, "mtp_num_layers", None) or 0)
+    args.hybrid_layer_pattern = new or None
+    args.hybrid_override_pattern = args.mtp_hybrid_override_pattern = None
+
+
 def layers(pattern: str) -> str:
     """Returns the symbols of the decoder's layers, without the cuts."""
     return pattern.partition("/")[0].replace("|", "")

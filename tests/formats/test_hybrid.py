@@ -14,6 +14,7 @@ from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification import levels, requirements
 from tests.helpers import tiny
+from tests.helpers.commands import as_trained
 from tests.helpers.tiny import TinyModel
 
 CASES = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "deepseek-v3")
@@ -108,6 +109,81 @@ def test_a_stage_that_ends_in_a_layer_has_no_place_in_gpt(
     kept = mckpt.open(hybrid).parallel
     with pytest.raises(UsageError, match=r"\[3, 5\] layers.*cannot cut a layer in two.*target-pp"):
         mckpt.plan(hybrid, tmp_path / "gpt", dialect="gpt", parallel=kept)
+
+
+OLD = {"hybrid_layer_pattern": None, "is_hybrid_model": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        # pretrain_mamba.py requires a spec
+        ("qwen3", {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]}),
+        # megatron-core up to 0.16
+        ("qwen3", OLD | {"hybrid_override_pattern": "*-*-*-*-"}),
+        # 0.17 and later keep the old arg beside the new one
+        ("qwen3", {"hybrid_override_pattern": "*-*-*-*-"}),
+        (
+            "deepseek-v3",
+            OLD | {"hybrid_override_pattern": "+-+E+E+E", "mtp_hybrid_override_pattern": "+E"},
+        ),
+    ],
+)
+def test_args_of_older_trainers_are_read(
+    case: str, change: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model(case)
+    parallel = Parallel(tp=2)
+    run = as_trained(
+        source,
+        tmp_path / "run",
+        lambda args: args.update(change),
+        dialect="hybrid",
+        parallel=parallel,
+    )
+    plan = mckpt.plan(run, tmp_path / "hf", format="hf")
+    assert not [note for note in plan.facts["notes"] if "args have" in note]
+    plan.run()
+    assert not mckpt.diff(source, tmp_path / "hf")
+    more = written(run, tmp_path / "more", parallel=Parallel(tp=2, pp=2), format="torch")
+    assert pattern(more) == ("+-+E|+E+E/+E" if case == "deepseek-v3" else "*-*-|*-*-")
+    args = mckpt.open(more).args
+    assert args is not None and not args.get("hybrid_override_pattern")
+    assert args.get("spec") == change.get("spec")
+    assert not mckpt.diff(source, more)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hybrid_override_pattern": "-*-*-*-*"}, "'-.*its newer name, has another value"),
+        (OLD, "hybrid_layer_pattern is None: mckpt knows patterns"),
+    ],
+)
+def test_patterns_that_differ_are_refused(
+    change: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model("qwen3")
+    run = as_trained(source, tmp_path / "run", lambda args: args.update(change), dialect="hybrid")
+    with pytest.raises(MappingError, match=message):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+def test_a_spec_that_is_not_megatrons_is_lost_only_on_purpose(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source, spec = tiny_model("qwen3"), ["my.models.specs", "mamba_stack_spec"]
+    run = as_trained(source, tmp_path / "run", lambda args: args.update(spec=spec))
+    with pytest.raises(
+        MappingError, match=r"my.models.specs.* does not know this value"
+    ) as refused:
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+    assert "--allow-inexact args.spec" in str(refused.value)
+    plan = mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=["args.spec"])
+    assert [note for note in plan.facts["notes"] if "does not know: spec ['my.models" in note]
+    more = written(run, tmp_path / "more", parallel=Parallel(tp=2))
+    args = mckpt.open(more).args
+    assert args is not None and args["spec"] == spec
 
 
 @pytest.mark.parametrize("other", ["*-*-*-*-/*", "*-*-*-*-/*-*-", "*-*-*-*-/M-", "W-*-*-*-"])

@@ -436,7 +436,14 @@ def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> 
         ("*-*", {}, {"pp": 2}, r"needs \| where the 2 virtual stages end"),
         ("*-/*-", {"untie_embeddings_and_output_weights": False}, {"pp": 2}, "tied: megatron-core"),
         ("*-", {"use_rope_scaling": True}, {}, "HybridModel has no scaled rotary embedding"),
-        ("*-", {"hybrid_override_pattern": "*-"}, {}, "hybrid_override_pattern is '\\*-': not"),
+        ("*-", {"hybrid_override_pattern": "-*"}, {}, r"hybrid_override_pattern is '-\*', and"),
+        ("*-", {"spec": ["my.specs", "stack"]}, {}, r"spec is \['my.specs', 'stack'\]: not built"),
+        (
+            "*-",
+            {"hybrid_layer_pattern": None, "is_hybrid_model": True},
+            {},
+            "is_hybrid_model is True, and there is no",
+        ),
     ],
 )
 def test_args_that_contradict_the_pattern(

@@ -230,7 +230,7 @@ def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
     name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
-    note = f"its args have names that mckpt does not know: {name} {value!r}"
+    note = f"its args have names or values that mckpt does not know: {name} {value!r}"
     with pytest.raises(MappingError, match=rf"{name} is {value!r}.*(?s:.*)inexact args.{name}$"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
     plan = mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=[f"args.{name}"])
