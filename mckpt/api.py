@@ -124,7 +124,7 @@ class Sizes(TypedDict, total=False):
 class MegatronOptions(Sizes, total=False):
     """The options of a conversion between Megatron checkpoints; `Options` explains them."""
 
-    format: Literal["torch_dist", "torch", "zarr", "hf"]
+    format: Literal["torch_dist", "torch", "hf"]
     dtype: Literal["bf16", "fp16", "fp32"]
     dialect: str
     transformer_impl: Literal["transformer_engine", "local"]

@@ -133,7 +133,7 @@ def _adapters_to_hf(
     "--target-format",
     type=shared.MEGATRON_FORMATS,
     help="Format of the new checkpoint. Without it, the source's, or torch_dist for a format that"
-    " mckpt only reads, and for zarr.",
+    " mckpt only reads.",
 )
 @shared.dialect_option("target-", otherwise="the source's")
 @shared.no_optimizer_option

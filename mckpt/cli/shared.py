@@ -248,7 +248,7 @@ megatron_target_options = together(
     megatron_option(
         "--layer-keys",
         type=click.Choice(["stacked", "per_layer"]),
-        help="torch_dist and zarr only: one key for all layers, or one for each layer. Without it,"
+        help="torch_dist only: one key for all layers, or one for each layer. Without it,"
         " the model's args decide.",
     ),
     megatron_option(

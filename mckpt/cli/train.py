@@ -108,7 +108,7 @@ saving_option = in_section("Saving")
 )
 @saving_option(
     "--format",
-    type=click.Choice(formats.names(megatron=True, written=True, current=True)),
+    type=click.Choice(formats.names(megatron=True, written=True)),
     default=formats.MEGATRON,
     help="Format of the saved checkpoints.",
 )

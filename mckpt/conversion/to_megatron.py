@@ -400,28 +400,18 @@ def _version(
     source: Checkpoint, dialect: MappingFile, target: TargetOptions, destination: Destination
 ) -> list[int]:
     """Returns the version of the megatron-core that will load the checkpoint: the user's, else the
-    newest of those that read the format.
-
-    Raises UsageError if the user's version does not read it.
+    newest that the dialect knows.
     """
-    until = formats.FORMATS[destination.format.name].until
     if target.megatron_version is None:
-        return dialect.version(until or None)
+        return dialect.version()
     try:
-        version = dialect.version(target.megatron_version)
+        return dialect.version(target.megatron_version)
     except UsageError as e:
         with suppress(ValueError):  # not a version
             asked = major_minor(str(target.megatron_version))
             if other := _other_dialect(source, dialect, asked, target):
                 raise e.with_hint(f"The other choice: {other}") from None
         raise
-    if until and version > major_minor(until):
-        raise UsageError(
-            f"--megatron-version {target.megatron_version}: megatron-core reads the format"
-            f" {destination.format} up to {until}; give --format torch_dist, or --megatron-version"
-            f" {until}"
-        )
-    return version
 
 
 def padded_rows(dims: Dims, divisible_by: int, tp: int) -> int:

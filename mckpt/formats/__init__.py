@@ -22,7 +22,7 @@ class Listed(NamedTuple):
     module: str
     megatron: bool
     written: bool = True  # False: the format is only read
-    until: str = ""  # the last megatron-core that has it; "": today's has it
+    until: str = ""  # the last megatron-core that loads it; "": today's does
 
 
 # In the order in which `detect` tries them.
@@ -31,7 +31,7 @@ FORMATS: dict[str, Listed] = {
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
     "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, written=False),
     "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, written=False),
-    "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True, until="0.15"),
+    "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True, written=False, until="0.15"),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
 }
 HUGGING_FACE = "hf"  # the default format of Hugging Face targets
@@ -50,26 +50,23 @@ def all_of(megatron: bool) -> Iterator[Format]:
     return (get(name) for name, listed in FORMATS.items() if listed.megatron == megatron)
 
 
-def names(megatron: bool, written: bool = False, current: bool = False) -> list[str]:
+def names(megatron: bool, written: bool = False) -> list[str]:
     """Returns the names of the formats that `all_of` yields, without importing them.
 
-    written: leaves out those that are only read. current: leaves out those that today's
-    megatron-core does not have.
+    written: leaves out those that are only read.
     """
     return [
         name
         for name, listed in FORMATS.items()
-        if listed.megatron == megatron
-        and (listed.written or not written)
-        and not (listed.until and current)
+        if listed.megatron == megatron and (listed.written or not written)
     ]
 
 
 def kept_or_default(name: str) -> str:
     """Returns the format in which a Megatron checkpoint of a format is written again, if the user
-    names none: the same, if mckpt writes it and today's megatron-core has it.
+    names none: the same, if mckpt writes it.
     """
-    return name if name in names(megatron=True, written=True, current=True) else MEGATRON
+    return name if name in names(megatron=True, written=True) else MEGATRON
 
 
 def detect(folder: Path, megatron: bool) -> Format | None:

@@ -120,6 +120,12 @@ class Opened(Protocol):
         """
 
 
+def _only_read(request: Any) -> tuple[Layout, list[TargetFile]]:
+    # The table of formats lists this one as one that is only read, and a target of such a format is
+    # refused before. To come here would be a mistake of mckpt.
+    raise NotImplementedError("the format is only read")
+
+
 class Format(Struct, frozen=True):
     """One disk format. `mckpt.formats.FORMATS` lists all of them."""
 
@@ -128,10 +134,10 @@ class Format(Struct, frozen=True):
     megatron: bool  # True: a dialect names its keys; False: a family of Hugging Face does
     detect: Callable[[Path], bool]  # whether a directory looks like a checkpoint of this format
     open: Callable[[Path], Opened]
-    # takes the LayoutRequest of this format's family
-    lay_out: Callable[[Any], tuple[Layout, list[TargetFile]]]
     # File names, as patterns, that a checkpoint consists of: --overwrite replaces nothing else.
     parts: tuple[str, ...]
+    # takes the LayoutRequest of this format's family
+    lay_out: Callable[[Any], tuple[Layout, list[TargetFile]]] = _only_read
     global_keys: bool = False  # keys are those of the whole model, not of each rank's modules
     fixed_sizes: bool = False  # a trainer loads it only at the sizes that it was saved with
     layer_keys: bool = False  # it can have one key for all layers, or one for each

@@ -98,14 +98,15 @@ def format_of(checkpoint: str | Path) -> Format:
                 f" {place} DST"
             )
         raise SourceError(f"{place}: not a Megatron checkpoint that mckpt reads")
-    if until := formats.FORMATS[found.name].until:
-        raise SourceError(
-            f"{place}: has the format {found}, which megatron-core loads up to {until}; write"
-            f" another: mckpt reshard {checkpoint} DST --target-format torch_dist"
+    listed = formats.FORMATS[found.name]
+    if not listed.written:
+        loads = (
+            f"megatron-core loads up to {listed.until}"
+            if listed.until
+            else "only a sharded model can load"
         )
-    if not formats.FORMATS[found.name].written:
         raise SourceError(
-            f"{place}: has the format {found}, which only a sharded model can load; write another:"
+            f"{place}: has the format {found}, which {loads}; write another:"
             f" mckpt reshard {checkpoint} DST --target-format torch_dist"
         )
     return found

@@ -556,8 +556,7 @@ class _Subject:
         if adapters is not None:
             where = Path(path)
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
-        listed = formats.FORMATS[right.format]
-        self.resharded |= not listed.written or bool(listed.until)
+        self.resharded |= not formats.FORMATS[right.format].written
         require_core(right, as_stored=not self.resharded)
         if self.resharded:
             self.run_path = work / f"{name}.resharded"

@@ -93,7 +93,7 @@ def test_a_config_may_count_layers_that_are_not_stored(work: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("format", "dialect"),
-    [("torch", "gpt"), ("torch_dist", "gpt"), ("zarr", "gpt"), ("torch", "hybrid")],
+    [("torch", "gpt"), ("torch_dist", "gpt"), ("torch", "hybrid")],
 )
 def test_a_checkpoint_of_megatron_is_converted_without_them(
     format: str, dialect: str, work: Path, tmp_path: Path

@@ -25,7 +25,7 @@ from tests.crash.trial import COMMANDS, Place, Trial
 
 KINDS = ("kill", "fault", "power")
 # the commands whose every call fails once, and whose every change is cut
-WRITERS = ("hf-to-megatron", "megatron-to-hf", "to zarr", "to torch", "reshard with optimizer")
+WRITERS = ("hf-to-megatron", "megatron-to-hf", "to torch", "reshard with optimizer")
 PRELOADED = "CRASH_PRELOADED"
 
 

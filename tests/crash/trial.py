@@ -31,7 +31,6 @@ COMMANDS = {
     "megatron-to-hf": "megatron-to-hf MEGATRON DST --max-shard-size 60KB",
     "reshard with optimizer": "reshard OPTIMIZER DST --target-tp 1",
     "repair": "repair BUCKETS DST",
-    "to zarr": "hf-to-megatron HF DST --format zarr",
     "to torch": "hf-to-megatron HF DST --format torch --tp 2",
     "--workers 2": "hf-to-megatron HF DST --workers 2",
     "--quantize fp8": "megatron-to-hf MEGATRON DST --quantize fp8",

@@ -59,7 +59,6 @@ def make_corpus(root: Path) -> None:
     for name, wanted in {
         "torch_dist": {"parallel": Parallel(tp=2)},
         "torch": {"format": "torch", "parallel": Parallel(tp=2)},
-        "zarr-written": {"format": "zarr"},
         "bridge": {"run_config": True},
     }.items():
         mckpt.plan(source, root / name, **wanted).run()
@@ -370,7 +369,7 @@ PARSERS = {
                ((300, indexes), *TRAINED)),
         Parser("torch_dist", 10, ("torch_dist", "dist-flat", "optimizer"),
                ("common.pt", "metadata.json", "*.distcp"), TRAINED),
-        Parser("zarr", 18, ("zarr", "zarr-written", "zarr-flat"),
+        Parser("zarr", 18, ("zarr", "zarr-flat"),
                (".zarray", "[0-9]*", "*.pt", "metadata.json"), ((60, arrays), *TRAINED)),
         Parser("nemo", 10, ("nemo", "nemo", "nemo-gz"), ("*.nemo",), ((1, archived),)),
         Parser("layer_wise", 7, ("layer_wise",), ("layer_wise_optimizer_*.pt",), TRAINED),

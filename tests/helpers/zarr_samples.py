@@ -1,14 +1,12 @@
-"""Checkpoints that old releases of megatron-core save as `zarr`, and what they load of those that
-mckpt writes. It runs with one of these releases, from 0.6 to 0.13, on CPU, in an environment of its
-own (CONTRIBUTING.md):
+"""Checkpoints that old releases of megatron-core save as `zarr`. It runs with one of these
+releases, from 0.6 to 0.13, on CPU, in an environment of its own (CONTRIBUTING.md):
 
     python -m torch.distributed.run --nproc-per-node 2 tests/helpers/zarr_samples.py ARGS OUT FORM
-    [SOURCE]
 
 ARGS: a common.pt with the args of the model. It makes a model of random weights, trains it for one
 step, and saves it twice: as OUT/zarr, and as each rank's own files in OUT/torch. FORM is a form of
 the distributed optimizer's state, or float16 for the optimizer that is not distributed, or weights
-for no optimizer. If SOURCE is given, it is loaded in place of training, before all is saved.
+for no optimizer.
 """
 
 from __future__ import annotations
@@ -183,17 +181,17 @@ def optimizer_of(config: Any, model: Any, distributed: bool) -> Any:
     return get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [wrapped])
 
 
-def sharded(args: Namespace, model: Any, optimizer: Any, form: str, loading: bool) -> Any:
-    """Returns what dist_checkpointing saves, or loads."""
+def sharded(args: Namespace, model: Any, optimizer: Any, form: str) -> Any:
+    """Returns what dist_checkpointing saves."""
     state = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
     state["model"] = model.sharded_state_dict()
     if optimizer is not None:
         given = {} if form == "float16" else {"sharding_type": form}
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], loading, **given)
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], False, **given)
     return state
 
 
-def run(args: Namespace, out: Path, form: str, source: str | None) -> None:
+def run(args: Namespace, out: Path, form: str) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     config, model = model_of(args)
@@ -201,15 +199,7 @@ def run(args: Namespace, out: Path, form: str, source: str | None) -> None:
     optimizer = None
     if form != "weights":
         optimizer = optimizer_of(config, model, form != "float16")
-    if source is not None:
-        for weight in model.parameters():
-            weight.data.zero_()
-        wanted = sharded(args, model, optimizer, form, loading=True)
-        found = dist_checkpointing.load(wanted, source)
-        model.load_state_dict(found["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(found["optimizer"])
-    elif optimizer is not None:
+    if optimizer is not None:
         updated, _, _ = optimizer.step()
         assert updated
     ranks = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}"
@@ -228,17 +218,17 @@ def run(args: Namespace, out: Path, form: str, source: str | None) -> None:
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
-    state = sharded(args, model, optimizer, form, loading=False)
+    state = sharded(args, model, optimizer, form)
     dist_checkpointing.save(state, str(path), ("zarr", 1))
 
 
 def main() -> None:
-    described, out, form, *source = sys.argv[1:]
+    described, out, form = sys.argv[1:]
     # the default of torch.load when 0.8 was released
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     args = torch.load(described)["args"]
     start(args)
-    run(args, Path(out).absolute(), form, source[0] if source else None)
+    run(args, Path(out).absolute(), form)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ class Run(NamedTuple):
     after: dict[str, int]
     target: str = "torch_dist"  # format of the resharded checkpoint
     command: str = "reshard"
-    via: str = ""  # another format, in which it is written before
 
     @property
     def saved(self) -> str:
@@ -100,7 +99,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        more = [word for word in (self.via, self.command) if word not in ("", "reshard")]
+        more = [self.command] * (self.command != "reshard")
         return "-".join([self._moved, *more, self.target])
 
     @property
@@ -139,7 +138,7 @@ RUNS = [
     Run("dense", "not_distributed_torch", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}),
     Run("mla", "fully_reshardable", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}),
     Run("moe", "dp_reshardable", LATENT, {"tp": 2, "ep": 2, "etp": 1}, command="repair"),
-    Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
+    Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}),
     Run("moe", "distrib_optim", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, "torch"),
     Run("moe", "muon_by_layers", {"ep": 2}, {"pp": 2}),
     Run("tied", "fp16", {"pp": 2}, {"tp": 2}),
@@ -168,7 +167,7 @@ MORE = [
     Run("moe", "bf16", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("tied", "bf16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
     Run("mla", "distrib_optim", LATENT, LATENT),
-    Run("tied", "not_distributed", {"pp": 2}, {"tp": 2}, via="zarr"),
+    Run("tied", "not_distributed", {"pp": 2}, {"tp": 2}),
     Run("moe", "muon", {"ep": 2}, {"tp": 2}),
     Run("moe", "muon", {"ep": 2}, {"ep": 2}, "torch"),
     Run("dense", "muon_torch", {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2}),
@@ -198,7 +197,7 @@ def known(runs: list[Run]) -> list[Run]:
 
 RUNS, MORE = known(RUNS), known(MORE)
 if OLD:  # CI runs these with the newest version
-    MORE += [run for run in RUNS if run.model == "mla" or run.via or run.command == "repair"]
+    MORE += [run for run in RUNS if run.model == "mla" or run.command == "repair"]
     RUNS = [run for run in RUNS if run not in MORE]
 PARAMETERS = [
     *(pytest.param(run, id=run.name) for run in RUNS),
@@ -256,10 +255,6 @@ def results(
         options += ["--target-format", run.target, "--keep-padding"]
         options *= run.command == "reshard"
         source = work / run.saved
-        if run.via:
-            other = work / f"{run.name}-before"
-            good("reshard", source, other, "--target-format", run.via, "--keep-padding")
-            source = other
         good(run.command, source, work / run.name, *options)
     after = [_resumed(work, run, run.name, run.name, run.after, steps) for run in chosen]
     natively = {run.native: run for run in chosen if run.native}

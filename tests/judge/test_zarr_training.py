@@ -21,7 +21,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers.commands import ROOT, good, run
 from tests.helpers.commands import mckpt as command
 from tests.helpers.judging import explain, judge
-from tests.helpers.tiny import TinyModel, unpack
+from tests.helpers.tiny import unpack
 
 pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
@@ -147,9 +147,9 @@ def test_the_schedule_is_kept(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch and transformers cause it by their imports
-def test_todays_megatron_core_judges_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source, written = tiny_model("llama"), tmp_path / "zarr"
-    mckpt.convert(source, written, format="zarr")
-    assert mckpt.verify(source, written).verdict == "pass"
-    said = command("train", written, "--steps", 1)
+def test_todays_megatron_core_judges_the_weights(tmp_path: Path) -> None:
+    saved = unpacked("float16", tmp_path) / "zarr"
+    mckpt.convert(saved, tmp_path / "hf", format="hf")
+    assert mckpt.verify(tmp_path / "hf", saved).verdict == "pass"
+    said = command("train", saved, "--steps", 1)
     assert said.code == 3 and "loads up to 0.15; write another: mckpt reshard" in said.err

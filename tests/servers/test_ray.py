@@ -188,7 +188,7 @@ def test_many_iterations_and_a_job_run_on_the_cluster(
     assert nodes.moved(), "nothing was copied by the cluster"
 
 
-@pytest.mark.parametrize("form", ["hf", "torch", "torch_dist", "zarr"])
+@pytest.mark.parametrize("form", ["hf", "torch", "torch_dist"])
 def test_the_files_of_every_format_can_be_sent(form: str, source: Path, tmp_path: Path) -> None:
     """What makes the fixed bytes of a file are functions, which Ray sends to the nodes."""
     from mckpt import api

@@ -113,7 +113,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         SIZES,
         ("--format", "torch_dist", "--tp", "2", "--iteration", "7"),
-        ("--format", "zarr", "--pp", "2", "--checksum", "sha256"),
+        ("--pp", "2", "--checksum", "sha256"),
         ("--dtype", "fp16"),
     ],
 )

@@ -48,7 +48,7 @@ def same(ckpt: mckpt.Checkpoint, path: Path) -> None:
     [
         ("qwen3", "torch", {"tp": 2, "pp": 2}),
         ("qwen3-moe", "torch_dist", {"tp": 2}),
-        ("llama-tied", "zarr", {}),
+        ("llama-tied", "torch_dist", {}),
         ("deepseek-v3", "torch", {"tp": 2, "pp": 2}),
     ],
 )

@@ -22,7 +22,7 @@ from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems, packed
 from mckpt.formats.megatron.chunked import MODEL, has_keys, names_of, single_keys
 from mckpt.formats.megatron.optimizer import MASTER, Optimizer
-from mckpt.formats.megatron.torch_dcp import States, TorchDcp, lay_out
+from mckpt.formats.megatron.torch_dcp import States, TorchDcp
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
 from mckpt.mapping import Bound
@@ -165,6 +165,5 @@ FORMAT = Format(
     megatron=True,
     detect=detect,
     open=FsdpDtensor,
-    lay_out=lay_out,
     parts=(METADATA, "*.distcp"),
 )

@@ -24,13 +24,12 @@ from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems, Shown, best_choices, shapes_of
 from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import MODEL, Directory, has_keys, listed, names_of, single_keys
-from mckpt.formats.megatron.interface import Common, MegatronRequest
+from mckpt.formats.megatron.interface import Common
 from mckpt.formats.megatron.optimizer import MASTER, NOT_DISTRIBUTED, Optimizer, state_bound
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
-from mckpt.storage.files import TargetFile
 
 CHOICES = {"keys": ("local",)}  # of the dialects
 # the first names of the keys that belong neither to weights nor to the common state
@@ -253,18 +252,11 @@ class TorchDcp:
         return out
 
 
-def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
-    # Every Format has this member. A target of this format is refused before, because the table of
-    # formats lists it as one that is only read; this line would be a mistake of mckpt.
-    raise NotImplementedError("the format is read only")
-
-
 FORMAT = Format(
     "torch_dcp",
     ".metadata with keys model.*",
     megatron=True,
     detect=detect,
     open=TorchDcp,
-    lay_out=lay_out,
     parts=(METADATA, "*.distcp"),
 )

@@ -11,7 +11,6 @@ of a chunk is its elements in C order.
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -39,7 +38,6 @@ DTYPES = {
     **{"<i8": "int64", "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8"},
     "|b1": "bool",
 }
-NAMES = {name: code for code, name in DTYPES.items()}
 # the entries of a .zarray whose chunks are plain bytes
 PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
@@ -68,17 +66,6 @@ class Array(NamedTuple):
         offsets = tuple(map(operator.mul, index, self.chunk))
         left = map(operator.sub, self.shape, offsets)
         return offsets, tuple(map(min, self.chunk, left))
-
-    def text(self) -> bytes:
-        """Returns the .zarray as Megatron-Core writes it."""
-        fields = {
-            **PLAIN,
-            "chunks": self.chunk,
-            "dtype": NAMES[self.dtype],
-            "fill_value": None,
-            "shape": self.shape,
-        }
-        return json.dumps(fields, indent=4, sort_keys=True).encode()
 
 
 def chunk_name(index: tuple[int, ...]) -> str:

@@ -363,18 +363,16 @@ def common_of(
     scalers: Sequence[Scaler],
     distributed: Sequence[bool],
     wrapped: bool,
-    form: str = FULLY_RESHARDABLE,
 ) -> Any:
     """Returns the `optimizer` of the common state of a torch_dist with these param_groups and loss
     scalers.
 
     distributed: whether each of the optimizers is a DistributedOptimizer.
-    form: how the state of such an optimizer is stored.
     """
     each: list[dict[str, Any]] = []
     for own, is_distributed in zip(groups, distributed, strict=True):
         inner = {"param_groups": own}
-        kind = {"param_state_sharding_type": form} if is_distributed else {}
+        kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if is_distributed else {}
         each.append({"optimizer": inner, **kind} if wrapped else dict(inner))
     for number, scaler in enumerate(scalers):
         each[number][SCALER] = scaler_record(scaler, number)
