@@ -19,7 +19,7 @@ _NAME = pattern(
 )
 # pathlib turns s3:// into s3:/. hf:// names a model on the Hub.
 _URL = pattern(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
-# the schemes that obstore opens, with its name of the store; fsspec opens the others
+# the schemes of object stores, with obstore's name of the store
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 # A URL's query may carry a signature that grants access.
 _QUERY = pattern(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")

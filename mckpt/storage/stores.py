@@ -1,17 +1,16 @@
 """Object stores: names, sizes, ranged reads, uploads and removals below one URL.
 
-s3://, gs:// and az:// go through obstore, every other URL through fsspec and its plugins. Both find
-the credentials of the user themselves; mckpt neither reads nor prints any.
+s3://, gs:// and az:// go through obstore, which finds the credentials of the user itself; mckpt
+neither reads nor prints any.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -86,9 +85,15 @@ class Store(Protocol):
 def open_store(url: Url) -> Store:
     """Returns the store of a URL, with credentials that its library finds.
 
-    Raises MissingExtra if that library is not installed.
+    Raises MissingExtra if that library is not installed, and UsageError for another scheme.
     """
-    return _Obstore(url) if url.scheme in OBSTORE else _Fsspec(url)
+    if url.scheme not in OBSTORE:
+        known = ", ".join(f"{scheme}://" for scheme in OBSTORE)
+        raise UsageError(
+            f"{url}: mckpt opens URLs of {known} or hf://, and not of {url.scheme}://; copy the"
+            " files to a directory, or mount the store"
+        )
+    return _Obstore(url)
 
 
 # ----------------------------------------------------------------------------------------- obstore
@@ -101,7 +106,10 @@ class _Obstore:
         try:
             import obstore
         except ImportError:
-            raise _missing(url, "obstore", "stores") from None
+            raise MissingExtra(
+                f"{url}: {url.scheme}:// needs obstore, which is not installed here: pip install"
+                " 'mckpt[stores]'"
+            ) from None
         self.url, self.lib = url, obstore
         bucket, _, self.prefix = url.path.partition("/")
         kind = OBSTORE[url.scheme]
@@ -197,109 +205,7 @@ def _absent_is_fine(call: Callable[[], Any]) -> None:
             raise
 
 
-# ------------------------------------------------------------------------------------------ fsspec
-
-
-class _Fsspec:
-    """A store behind fsspec, or one of its plugins."""
-
-    def __init__(self, url: Url) -> None:
-        try:
-            import fsspec
-        except ImportError:
-            raise _missing(url, "fsspec", "stores") from None
-        self.url = url
-        try:
-            self.fs, self.root = fsspec.url_to_fs(_fsspec_url(url))
-        except (ImportError, ValueError) as error:
-            raise UsageError(
-                f"{url}: fsspec cannot open {url.scheme}:// here: {without_queries(str(error))}"
-            ) from None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_store, (self.url,)
-
-    def _path(self, name: str) -> str:
-        return f"{self.root.rstrip('/')}/{name}"
-
-    def list(self) -> dict[str, Object]:
-        def listed() -> dict[str, Object]:
-            self.fs.invalidate_cache()
-            try:
-                there = self.fs.find(self.root, detail=True)
-            except FileNotFoundError:
-                return {}
-            cut = len(self.root.rstrip("/")) + 1
-            return {path[cut:]: _described(info) for path, info in there.items() if path[cut:]}
-
-        return _retried(self.url, listed)
-
-    def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
-        path = self._path(name)
-
-        def read() -> Any:
-            data = self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b""
-            if version:
-                # checked after the read, because fsspec cannot make a read depend on a version
-                self.fs.invalidate_cache(path.rpartition("/")[0])
-                if _described(self.fs.info(path)).version != version:
-                    raise _Changed
-            return data
-
-        return _retried(f"{self.url}/{name}", read)
-
-    def write(self, name: str, data: bytes | Path) -> str:
-        path = self._path(name)
-
-        def put() -> str:
-            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            if isinstance(data, bytes):
-                self.fs.pipe_file(path, data)
-            else:
-                self.fs.put_file(str(data), path)
-            return _described(self.fs.info(path)).version
-
-        return _retried(f"{self.url}/{name}", put)
-
-    def remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            remove = functools.partial(self.fs.rm_file, self._path(name))
-            _retried(f"{self.url}/{name}", functools.partial(_absent_is_fine, remove))
-
-
-def _fsspec_url(url: Url) -> str:
-    """Returns the URL as fsspec takes it: a path of this machine has three slashes."""
-    return f"{url.scheme}:///{url.path}" if url.scheme in ("file", "local") else str(url)
-
-
-def _described(info: Mapping[str, Any]) -> Object:
-    """Returns an object from fsspec's description, whose keys depend on the plugin."""
-    version = next((str(info[k]) for k in ("ETag", "etag", "md5Hash", "checksum") if k in info), "")
-    changed = 0
-    for key in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
-        if (when := info.get(key)) is not None:
-            if hasattr(when, "timestamp"):
-                when = when.timestamp()
-            if isinstance(when, (int, float)):
-                changed = int(when * 1e9)
-            else:  # a text: its hash, as seconds, changes when the text does
-                changed = zlib.crc32(str(when).encode()) * 10**9
-            break
-    return Object(int(info["size"] or 0), version, changed)
-
-
 # ------------------------------------------------------------------------------- errors and retries
-
-
-class _Changed(Exception):
-    """An object has another version than the one to be read."""
-
-
-def _missing(url: Url, library: str, extra: str) -> MissingExtra:
-    return MissingExtra(
-        f"{url}: {url.scheme}:// needs {library}, which is not installed here: pip install"
-        f" 'mckpt[{extra}]'"
-    )
 
 
 def _retried(place: object, call: Callable[[], T]) -> T:
@@ -329,7 +235,7 @@ def _kind(error: Exception) -> str:
         or re.search("status code: (401|403) ", text)
     ):
         return "refused"
-    return "changed" if name == "PreconditionError" or isinstance(error, _Changed) else ""
+    return "changed" if name == "PreconditionError" else ""
 
 
 def _may_pass(error: Exception) -> bool:
@@ -339,12 +245,7 @@ def _may_pass(error: Exception) -> bool:
     text = str(error)
     repeated = re.search(r"after [1-9]\d* retries", text)
     final = _kind(error) or _NO_CREDENTIALS.search(text) or repeated
-    transport = type(error).__module__.partition(".")[0] in (
-        "obstore",
-        "botocore",
-        "aiohttp",
-        "requests",
-    )
+    transport = type(error).__module__.partition(".")[0] in ("obstore", "botocore")
     return not final and (transport or isinstance(error, (OSError, TimeoutError)))
 
 

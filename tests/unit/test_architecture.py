@@ -27,7 +27,7 @@ MODULES = {
     for p in sorted(PACKAGE.rglob("*.py"))
 }
 HEAVY = ("torch", "transformers", "megatron", "safetensors", "transformer_engine", "accelerate")
-HEAVY += ("huggingface_hub", "obstore", "fsspec", "boto3")
+HEAVY += ("huggingface_hub", "obstore", "boto3")
 
 
 def words(table: dict[str, str]) -> dict[str, set[str]]:
