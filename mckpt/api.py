@@ -145,7 +145,7 @@ class Options(MegatronOptions, total=False):
     """The keywords of a conversion. A function may take some of them only, and its signature lists
     those.
 
-    format: of the new checkpoint: torch_dist, torch or zarr of Megatron, or hf.
+    format: of the new checkpoint: torch_dist or torch of Megatron, or hf.
     dtype: bf16, fp16 or fp32, to which every tensor is cast; without it each keeps its own.
     overwrite: replaces a checkpoint in `dst` when the new one is complete.
     allow_inexact: differences to accept, by the names that errors print.
