@@ -192,6 +192,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     + " --no-mtp leaves out the layers of multi-token prediction."
                     * ("mtp_layers" in dims)
                 )
+            if self.is_megatron and self.dims["mtp_layers"] and not self.model.stores_mtp:
+                error = error.with_hint(
+                    "No layer of multi-token prediction is stored. If the training left these"
+                    " layers out, give --no-mtp."
+                )
             raise self.model.with_hint(error) from None
 
     @cached_property

@@ -355,12 +355,31 @@ class ModelDescription:
         return None if self.files.args is not None or not path else mapping_file(self.mapping, path)
 
     @property
+    def has_mtp(self) -> bool:
+        """Returns whether the checkpoint, or the config.json that describes it, has layers of
+        multi-token prediction. A training run may have left them out.
+        """
+        described = self.files.described_by
+        stated = described is not None and "mtp_layers" in self.corrected(read_config(described))
+        return stated or self.stored_dims["mtp_layers"] > 0
+
+    @property
     def _trained_mtp(self) -> dict[str, Any]:
-        """The layers of multi-token prediction that the args state; empty without args."""
-        if self.files.args is None:
-            return {}
-        stated = self.mapping.keys_of("mtp_layers", self.files.args)
-        return {"mtp_layers": next(iter(stated.values()), 0)}
+        """The layers of multi-token prediction that the args state; none without args, if none are
+        stored and --no-mtp is given.
+        """
+        args = self.files.args
+        if args is not None:
+            stated = self.mapping.keys_of("mtp_layers", args)
+            return {"mtp_layers": next(iter(stated.values()), 0)}
+        return {"mtp_layers": 0} if self.files.options.no_mtp and not self.stores_mtp else {}
+
+    @property
+    def stores_mtp(self) -> bool:
+        """Returns whether a Megatron checkpoint has tensors of layers of multi-token prediction."""
+        starts = tuple({rule.key.partition("{")[0] for rule in self.mapping.rules if rule.mtp})
+        stored = self.files.opened.keys()
+        return any(key.startswith(starts) for key in stored)
 
     def corrected(self, config: Mapping[str, Any]) -> list[str]:
         """Returns the dims for which the config.json of the model has other values than the model

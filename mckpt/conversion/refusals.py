@@ -77,7 +77,7 @@ def _without_effect(
         )
     if target.no_adapter and not _adapter(source):
         yield "--no-adapter", f"{source.path} has no adapter"
-    if source.files.options.no_mtp and not source.model.stored_dims["mtp_layers"]:
+    if source.files.options.no_mtp and not source.model.has_mtp:
         yield "--no-mtp", f"{source.path} has no layers of multi-token prediction"
     if target.no_optimizer and not source.is_megatron:
         yield (

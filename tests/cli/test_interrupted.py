@@ -343,7 +343,9 @@ def test_a_run_goes_on_only_with_the_bytes_of_the_same_source(tmp_path, src, cha
     said = good("hf-to-megatron", source, dst)
     assert ("continues an interrupted run" in said.err) is not changed
     if not changed:
-        assert re.search(r"^continues an .* has written (\S+) of \1 [MkG]B$", said.err, re.MULTILINE)
+        assert re.search(
+            r"^continues an .* has written (\S+) of \1 [MkG]B$", said.err, re.MULTILINE
+        )
     assert mckpt("diff", source, dst).code == 0
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import mckpt
 from tests.helpers import tiny
-from tests.helpers.commands import edit_json, good, refused
+from tests.helpers.commands import Pt, edit_json, good, refused
 
 KEY = "num_nextn_predict_layers"
 CASE = "deepseek-v3"
@@ -110,6 +110,27 @@ def test_a_checkpoint_of_megatron_is_converted_without_them(
     assert mckpt.open(tmp_path / "resharded").args["mtp_num_layers"] is None
     again = ("reshard", tmp_path / "resharded", tmp_path / "again", "--no-mtp", "--target-tp", 1)
     refused(2, "--no-mtp", "has no layers of multi-token prediction", args=again)
+
+
+@pytest.mark.parametrize("has_args", [True, False])
+def test_a_run_that_left_them_out_is_converted(has_args: bool, work: Path, tmp_path: Path) -> None:
+    """`--like` names the model as it is published, with these layers."""
+    run, line = tmp_path / "run", ("megatron-to-hf", tmp_path / "run", tmp_path / "out")
+    good("hf-to-megatron", work / "plain", run, "--format", "torch_dist")
+    shutil.rmtree(run / "hf")
+    (run / "release" / "mckpt.json").unlink()
+    if not has_args:
+        common = Pt(run / "release" / "common.pt")
+        del common.value["args"]
+        common.save()
+    like = ("--like", work / "hf")
+    refused(3, "training left these layers out, give --no-mtp", args=(*line, *like))
+    note = "with mtp_layers changed to 0 (--no-mtp)"
+    assert note in good(*line, *like, "--no-mtp").err
+    same(tmp_path / "out", work / "plain", len(mckpt.open(work / "plain")))
+    assert config_of(tmp_path / "out")[KEY] == 0
+    good("reshard", run, tmp_path / "more", "--target-pp", 2, *like, "--no-mtp")
+    same(tmp_path / "more", work / "plain", len(mckpt.open(work / "plain")))
 
 
 def test_a_stream_may_have_the_layers_that_are_left_out(work: Path, tmp_path: Path) -> None:
