@@ -16,11 +16,15 @@ from mckpt.formats.hf_config import CONFIG, is_side_file
 from mckpt.formats.megatron.interface import Common, as_megatron
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
+    VERL_HF,
+    VERL_WEIGHTS,
     IterationDirectory,
     find,
     is_iteration_name,
     is_save_directory,
     iteration_of,
+    verl_hf,
+    verl_weights,
 )
 from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.manifest import Manifest, Recorded
@@ -70,12 +74,14 @@ class CheckpointFiles:
     @cached_property
     def hf_directory(self) -> Path | None:
         """Returns the directory `hf` with the Hugging Face files of the model: inside a Megatron
-        checkpoint, where Megatron-Bridge and NeMo-RL write it, else in the save directory. None if
-        it is missing.
+        checkpoint, where Megatron-Bridge and NeMo-RL write it, else in the save directory. For verl
+        it is the directory `huggingface` beside the weights. None if it is missing.
         """
         own = self.iteration_directory
         parents = [own.path if own else None, self.save_directory]
         sides = [parent / "hf" for parent in parents if parent is not None]
+        if own and own.name == VERL_WEIGHTS:
+            sides.append(own.root / VERL_HF)
         return next((side for side in sides if (side / CONFIG).is_file()), None)
 
     @property
@@ -171,9 +177,15 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
             )
         refuse_half_sent(local)
         return CheckpointFiles(local, options, None, format.open(local))
-    if not is_save_directory(local) and (other := foreign.program_of(local)):
-        raise SourceError(other)
-    directory = find(local, options.iteration)
+    named = (local, options.iteration)
+    if not is_save_directory(local) and verl_weights(*named) is None:
+        if (hf := verl_hf(*named)) and formats.detect(hf, megatron=False):
+            raise SourceError(
+                f"{local}: verl saved the weights as a Hugging Face directory: give {hf}"
+            )
+        if other := foreign.program_of(local):
+            raise SourceError(other)
+    directory = find(*named)
     refuse_half_sent(directory.path)
     places.ready(local, directory.path)
     format = formats.detect(directory.path, megatron=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mckpt.errors import DestinationError, SourceError, shown
-from mckpt.formats.megatron.save_directory import is_iteration_name
+from mckpt.formats.megatron.save_directory import VERL_HF, VERL_WEIGHTS, is_iteration_name
 from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import STAGING
 
@@ -98,6 +98,8 @@ def ready(root: Path, checkpoint: Path | None = None) -> None:
     sparse_copy.fill(side)
     if checkpoint is not None:
         sparse_copy.fill(checkpoint)
+        if checkpoint.name == VERL_WEIGHTS:
+            sparse_copy.fill(checkpoint.with_name(VERL_HF))
     elif not any(is_iteration_name(name.split("/")[0]) for name in found.objects):
         sparse_copy.fill(root)
 

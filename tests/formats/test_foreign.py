@@ -160,6 +160,39 @@ def test_a_directory_of_another_program_is_named(case: str, tmp_path: Path) -> N
         refused(3, *words, args=(command, tmp_path / "src", tmp_path / "dst"))
 
 
+@pytest.mark.parametrize("inside", ["model/", ""])
+def test_a_run_of_verl_is_read_with_its_hugging_face_directory(inside: str, tmp_path: Path) -> None:
+    """The weights lie in actor/model since verl 0.9, and in actor before. They have no args."""
+    good("hf-to-megatron", QWEN3, tmp_path / "a", "--tp", 2, "--format", "torch_dist")
+    step = tmp_path / "run/global_step_7"
+    weights = step / "actor" / inside / "dist_ckpt"
+    shutil.copytree(tmp_path / "a/release", weights)
+    (weights / "mckpt.json").unlink()
+    common = Pt(weights / "common.pt")
+    del common.value["args"]
+    common.save()
+    hf = weights.with_name("huggingface")
+    hf.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(QWEN3 / name, hf)
+    for part in ("optimizer", "extra", "model"):
+        (step / "actor" / part / "dist_ckpt").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run/global_step_8/actor").mkdir(parents=True)
+    (tmp_path / "run" / commands.TRACKER).write_text("7")
+    for number, source in enumerate(
+        (weights, step / "actor" / inside, step / "actor", step, tmp_path / "run")
+    ):
+        out = tmp_path / f"out{number}"
+        good("megatron-to-hf", source, out)
+        assert good("diff", QWEN3, out).out.startswith("the same to the last bit")
+        assert (out / "tokenizer.json").read_bytes() == (QWEN3 / "tokenizer.json").read_bytes()
+    again = ("megatron-to-hf", tmp_path / "run", tmp_path / "more", "--iteration", 9)
+    refused(3, "checkpoint of verl", args=again)
+    shutil.rmtree(weights)
+    shutil.copy(tmp_path / "out0/model.safetensors", hf)
+    refused(3, f"give {hf}", args=("megatron-to-hf", step, tmp_path / "more"))
+
+
 def test_a_step_of_torchtitan_did_finish(tmp_path: Path) -> None:
     source = tmp_path / "step-10"
     source.mkdir()

@@ -3,6 +3,12 @@
     DIR/latest_checkpointed_iteration.txt     "123" or "release"
     DIR/iter_0000123/, DIR/release/           one checkpoint each
 (Megatron-LM, megatron/training/checkpointing.py: get_checkpoint_name, read_metadata)
+
+verl has the same tracker, and other directories (verl/utils/megatron_utils.py):
+
+    DIR/global_step_123/actor/model/dist_ckpt/      the weights, in torch_dist
+    DIR/global_step_123/actor/model/huggingface/    config.json and tokenizer; up to verl 0.8, both
+                                                    are in actor
 """
 
 from __future__ import annotations
@@ -22,6 +28,10 @@ RELEASE = "release"
 WEIGHTS, CONTEXT = "weights", "context"  # the directories in a checkpoint of NeMo 2.0
 # the directory in one of NeMo 1, and the file that describes it
 NEMO_WEIGHTS, NEMO_CONFIG = "model_weights", "model_config.yaml"
+VERL_WEIGHTS, VERL_HF = "dist_ckpt", "huggingface"
+VERL_STEP = "global_step_"
+# where verl puts them in a directory of a step, of a role, or in `model`
+_VERL = ("model", "", "actor/model", "actor")
 MAPPING = "mckpt-mapping.yaml"  # the user's own family file, kept beside config.json
 
 
@@ -60,7 +70,8 @@ def is_save_directory(path: Path) -> bool:
 
 def find(path: Path, iteration: int | None = None) -> IterationDirectory:
     """Returns the checkpoint that `path` names: the directory itself, the directory of the weights
-    in one of NeMo, or in a save directory the iteration that the tracker file or `iteration` names.
+    in one of NeMo or verl, or in a save directory the iteration that the tracker file or
+    `iteration` names.
     """
     path = path.resolve()
     tracker = path / TRACKER
@@ -69,6 +80,8 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
         if path.is_dir()
         else []
     )
+    if not names and (weights := verl_weights(path, iteration)) is not None:
+        return IterationDirectory(weights, weights.parent, weights.name)
     if not tracker.exists() and not names:
         if iteration is not None and path.name != iteration_name(iteration):
             raise UsageError(
@@ -103,6 +116,35 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
             + f"; it has {', '.join(names) or 'none'}"
         )
     return IterationDirectory(path / name, path, name)
+
+
+def verl_weights(path: Path, iteration: int | None = None) -> Path | None:
+    """Returns the directory of the weights that verl saved in torch_dist; None if there is none.
+
+    path: a save directory of verl, or the directory of a step, of a role, or of its model.
+    iteration: the step, only in a save directory; without it, the one that the tracker names.
+    """
+    return _verl_directory(path, iteration, VERL_WEIGHTS, ".metadata")
+
+
+def verl_hf(path: Path, iteration: int | None = None) -> Path | None:
+    """Returns the Hugging Face directory that verl saved, as `verl_weights` does."""
+    return _verl_directory(path, iteration, VERL_HF, "config.json")
+
+
+def _verl_directory(path: Path, iteration: int | None, name: str, file: str) -> Path | None:
+    """Returns the directory of verl with this name and file. verl makes directories that it leaves
+    empty.
+    """
+    number = iteration
+    if number is None and (path / TRACKER).is_file():
+        text = read_file(path / TRACKER, 4096).decode("utf-8", "replace").strip()
+        number = int(text) if text.isdecimal() else None
+    step = path / f"{VERL_STEP}{number}"
+    if iteration is not None and not step.is_dir():
+        return None
+    found = ((step if step.is_dir() else path) / part / name for part in _VERL)
+    return next((directory for directory in found if (directory / file).is_file()), None)
 
 
 class Tracker:
