@@ -18,12 +18,12 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.carried import joined
 from mckpt.formats.megatron.interface import OpenedMegatron
-from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_muon, is_state
+from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_muon, is_state, kinds
+from mckpt.formats.megatron.run_config import optimizer_name
 from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import bfloat16_bits, itemsize, numpy_dtype
 
-KNOWN = ("adam", "sgd", "muon")  # values of --optimizer
 ORDERS = ("transformer_impl", "experts", "mtp_inner")
 # bytes of a weight that one thread compares at a time; with its temporary arrays it needs ten times
 # as much memory
@@ -48,10 +48,30 @@ def read(opened: OpenedMegatron, names: Names, weights: Layout | None = None) ->
 
     weights: the places of the parameters of `names`, if the checkpoint has other weights too.
 
+    Raises SourceError if a part of the state is missing, and UsageError for the state of an
+    optimizer that mckpt does not know.
+    """
+    stated = _stated(opened, names)
+    kinds.refuse_others(stated.values(), opened.root)
+    found = _placed(opened, names, weights)
+    if found is None:
+        return None
+    named = (group["optimizer"] for own in found.groups for group in own if "optimizer" in group)
+    kinds.refuse_others(named, opened.root)
+
+    def held() -> Layout:
+        return opened.layout(names) if weights is None else weights
+
+    kinds.refuse_lost(found, names, stated, held, opened.root)
+    return found
+
+
+def _placed(opened: OpenedMegatron, names: Names, weights: Layout | None) -> Optimizer | None:
+    """Returns the optimizer's state of a checkpoint, complete or not.
+
     Flat buffers have the parameters in an order that follows from choices which the keys of
     torch_dist do not show. If those of the args do not fit the weights, others are tried.
     """
-    refuse_others(opened, names)
     first = opened.optimizer(names)
     args = opened.common.args or {}
     if first is not None and args.get("optimizer") == "muon" and not is_muon(first.groups):
@@ -75,19 +95,17 @@ def read(opened: OpenedMegatron, names: Names, weights: Layout | None = None) ->
     return first
 
 
-def refuse_others(opened: OpenedMegatron, names: Names) -> None:
-    """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not
-    know.
+def _stated(opened: OpenedMegatron, names: Names) -> dict[str, str]:
+    """Returns the places where a checkpoint with the state of an optimizer names that optimizer,
+    and the name.
     """
-    args = opened.common.args or {}
-    name = args.get("optimizer") or KNOWN[0]
-    stored = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
-    if stored and name not in KNOWN:
-        raise UsageError(
-            f"{opened.root}: has the state of the optimizer {name}; mckpt converts the state of"
-            f" {', '.join(KNOWN[:-1])} and {KNOWN[-1]} only, so give --no-optimizer to convert the"
-            " weights alone"
-        )
+    if not {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}:
+        return {}
+    found = {
+        "args": (opened.common.args or {}).get("optimizer"),
+        "run_config.yaml": optimizer_name(opened.root),
+    }
+    return {place: str(name) for place, name in found.items() if name}
 
 
 def in_half(args: Mapping[str, Any]) -> bool:

@@ -144,10 +144,7 @@ def prove(source: Checkpoint, look: bool = True, share: slice = slice(None)) -> 
     Raises SourceError with all weights that differ: their states belong to other weights, or
     weights and optimizer are not of the same step.
     """
-    is_parameter = source.mapping.registration.is_parameter
-    rules = [b.rule for b in source.names.bound if not is_parameter(b.rule.key)]
-    buffers = {name for rule in rules for name in rule.of}
-    stated = {name.partition("@")[0] for name in source if is_state(name)}
+    stated, without = _stated(source)
     weights = [name for name in source if not is_state(name)]
     with_master = [name for name in weights if f"{name}@{MASTER}" in source]
     half = masters.in_half(source.args or {})
@@ -168,12 +165,49 @@ def prove(source: Checkpoint, look: bool = True, share: slice = slice(None)) -> 
                 "Weights and optimizer are not of one step, or the optimizer's state is not"
                 " where Megatron puts it. Give --no-optimizer to convert the weights alone",
             )
+    return Proof(len(with_master), len(stated) - len(with_master), half, without)
+
+
+def _stated(source: Checkpoint) -> tuple[set[str], list[str]]:
+    """Returns the weights that have states, and the parameters that have none: frozen ones.
+
+    source: a checkpoint with its optimizer.
+    """
+    is_parameter = source.mapping.registration.is_parameter
+    rules = [b.rule for b in source.names.bound if not is_parameter(b.rule.key)]
+    buffers = {name for rule in rules for name in rule.of}
+    stated = {name.partition("@")[0] for name in source if is_state(name)}
     without = [
         name
-        for name in weights
-        if name not in stated and source.reader.template(name) not in buffers
+        for name in source
+        if not (is_state(name) or name in stated or source.reader.template(name) in buffers)
     ]
-    return Proof(len(with_master), len(stated) - len(with_master), half, without)
+    return stated, without
+
+
+def refuse_frozen(source: Checkpoint, format: Format) -> None:
+    """Raises UsageError if the source has parameters without states and the format has no place for
+    the states of the others.
+
+    source: a checkpoint with its optimizer. format: of the target.
+    """
+    stated, without = _stated(source)
+    template = source.reader.template
+    if not format.fixed_sizes:  # its tensors have the states of all layers, or of none
+        trained = {template(name) for name in stated}
+        without = [name for name in without if template(name) in trained]
+    if not without:
+        return
+    why, cure = "of which it stores the states for all layers or for none", "Give"
+    if format.fixed_sizes:
+        why = "whose files have the states in an order, without names"
+        cure = "Give --target-format torch_dist to keep the state, or"
+    raise UsageError.of(
+        f"{source.path}: weights that the run did not train have no state of the optimizer, which"
+        f" mckpt does not write in the format {format}, {why}:",
+        without,
+        f"{cure} --no-optimizer to convert the weights alone",
+    )
 
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:

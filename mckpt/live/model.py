@@ -151,7 +151,7 @@ class OpenedModel(torch_dist.TorchDist):
         """Returns the state of the live optimizer; None if it is not among the parts."""
         if self.state is None or (found := super().optimizer(names)) is None:
             return None
-        return found._replace(scalers=self.state.scalers)
+        return found._replace(scalers=self.state.scalers, live=True)
 
     def layout(self, names: Names) -> Layout:
         """Returns the logical box that each part holds. Raises SourceError with every parameter

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems, packed
 from mckpt.formats.megatron.chunked import MODEL, has_keys, names_of, single_keys
-from mckpt.formats.megatron.optimizer import MASTER, Optimizer
+from mckpt.formats.megatron.optimizer import MASTER, Optimizer, kinds
 from mckpt.formats.megatron.torch_dcp import States, TorchDcp
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
@@ -104,15 +105,21 @@ class FsdpDtensor(TorchDcp):
         for key in self.metadata.tensors:
             if one := _STATE.fullmatch(key):
                 found.setdefault(self.prefix + one[1], {})[one[2]] = key
+        grouped = self._grouped
         if not found:
+            kinds.refuse_empty(
+                {"param_groups": [{} for _ in grouped]}, f"{self.root}: has no state of any weight"
+            )
             return None
         problems = self._problems_of_optimizer()
         rules = [b for b in self._bound(names, problems) if not b.rule.alias]
+        # a weight is its master copy; one that no group updates is frozen
+        trained = found.keys() | {key + half for key in grouped for half in ("", *HALVES)}
         states = {
             key: {MASTER: key, **found.get(key, {})}
             for keys in map(single_keys, rules)
-            if any(key in found for key, _, _ in keys)
             for key, _, _ in keys
+            if key in trained
         }
         layout = self._states(rules, states, names, problems)
         known = names_of(rules)
@@ -126,6 +133,18 @@ class FsdpDtensor(TorchDcp):
         groups = self._settings(experts if names.parallel.ep > 1 else set())
         return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer(), [])
 
+    @cached_property
+    def _grouped(self) -> dict[str, list[tuple[str, str]]]:
+        """Returns the weights that the optimizer updates, by their keys, and for each the settings
+        of its group: the name and the key of each.
+        """
+        fields: dict[str, list[tuple[str, str]]] = {}
+        for key in self.metadata.objects:
+            if one := _GROUP.fullmatch(key):
+                weight = self.prefix + _WRAPPERS.sub("", one[1])
+                fields.setdefault(weight, []).append((one[2], key))
+        return {weight: sorted(own) for weight, own in fields.items()}
+
     def _settings(self, experts: set[str]) -> list[list[dict[str, Any]]]:
         """Returns the param_groups of each optimizer.
 
@@ -135,21 +154,15 @@ class FsdpDtensor(TorchDcp):
         experts: the keys of the experts, if they are spread over ranks. Elsewhere in Megatron they
         then have an optimizer of their own.
         """
-        fields: dict[str, list[tuple[str, str]]] = {}
-        for key in self.metadata.objects:
-            if one := _GROUP.fullmatch(key):
-                fields.setdefault(one[1], []).append((one[2], key))
         distinct: dict[tuple[bool, tuple[str, ...], tuple[bytes, ...]], str] = {}
-        for parameter, own in fields.items():
-            own.sort()
+        for name, own in self._grouped.items():
             raw = tuple(self.directory.raw(key for _, key in own))
-            name = self.prefix + _WRAPPERS.sub("", parameter)
             # the settings are those of the whole, and not of a half
             expert = name in experts or name + HALVES[0] in experts
-            distinct.setdefault((expert, tuple(name for name, _ in own), raw), parameter)
+            distinct.setdefault((expert, tuple(field for field, _ in own), raw), name)
         out: list[list[dict[str, Any]]] = [[], []]
-        for (expert, _, _), parameter in distinct.items():
-            group = {name: self.directory.object(key)[0] for name, key in fields[parameter]}
+        for (expert, _, _), name in distinct.items():
+            group = {field: self.directory.object(key)[0] for field, key in self._grouped[name]}
             out[expert].append(group | {"is_expert_parallel": expert})
         if not distinct:
             raise SourceError(

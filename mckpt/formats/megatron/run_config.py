@@ -72,6 +72,19 @@ def description_of(root: Path) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
+def optimizer_name(root: Path) -> Any:
+    """Returns the name of the optimizer that the description of a checkpoint states, such as adam;
+    None if it states none.
+    """
+    path = description_of(root)
+    if path is None or path.name not in (RUN_CONFIG, NEMO_MODEL):
+        return None
+    section = read_section(path, "optimizer" if path.name == RUN_CONFIG else "optim")
+    if path.name == NEMO_MODEL and isinstance(section, dict):
+        section = section.get("config")
+    return section.get("optimizer") if isinstance(section, dict) else None
+
+
 def mapping_file(dialect: MappingFile, path: Path = Path(RUN_CONFIG)) -> MappingFile | None:
     """Returns the mapping file that reads the description of checkpoints of this dialect, and
     writes the section `model` of a run_config.yaml; None if there is none.

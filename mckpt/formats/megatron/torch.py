@@ -289,6 +289,7 @@ class Torch:
                 files.append(path)
             return torch_reading.Contents(*self._parse(path), files.index(path), path)
 
+        args = self.common.args or {}
         grid = self._grid(names, Problems(f"the files of {self.root} do not match its args:"))
         rows = self.padded_vocab(names.mapping)
         source = torch_reading.Source(
@@ -299,11 +300,11 @@ class Torch:
             contents,
             files,
             str(self.root),
-            buckets.bucket_size(self.common.args or {}),
+            buckets.bucket_size(args),
         )
         if dealt := layer_wise.files(self.root, self.directories):
-            return layer_wise.read(source, dealt, self.common.args or {})
-        return torch_reading.read(source)
+            return layer_wise.read(source, dealt, args)
+        return torch_reading.read(source, args)
 
     def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:
         """Returns the tensor and expert ranks that have a file in each pipeline stage.

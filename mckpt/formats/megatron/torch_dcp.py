@@ -25,7 +25,13 @@ from mckpt.formats.base import Format, Names, Problems, Shown, best_choices, sha
 from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import MODEL, Directory, has_keys, listed, names_of, single_keys
 from mckpt.formats.megatron.interface import Common
-from mckpt.formats.megatron.optimizer import MASTER, NOT_DISTRIBUTED, Optimizer, state_bound
+from mckpt.formats.megatron.optimizer import (
+    MASTER,
+    NOT_DISTRIBUTED,
+    Optimizer,
+    kinds,
+    state_bound,
+)
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
 from mckpt.geometry.parallel import Parallel
@@ -147,6 +153,9 @@ class TorchDcp:
         """Returns the optimizer's state, None if the checkpoint has none."""
         groups = self._slots()
         if not groups:
+            kinds.refuse_empty(
+                {"param_groups": self._groups}, f"{self.root}: has no state of any weight"
+            )
             return None
         problems = self._problems_of_optimizer()
         states = self._assigned(names, groups, problems)
@@ -167,8 +176,8 @@ class TorchDcp:
     def _states(
         self, bound: list[Bound], states: States, names: Names, problems: Problems
     ) -> Layout:
-        """Returns the states of the weights of these rules. Those that are missing or of another
-        shape become `problems`.
+        """Returns the states of the weights of these rules. Those of another shape become
+        `problems`.
         """
         stored: list[Stored] = []
         named: list[Bound] = []
@@ -176,8 +185,9 @@ class TorchDcp:
             instances = [one for one in single_keys(b) if one[0] in states]
             for state in dict.fromkeys(s for key, _, _ in instances for s in states[key]):
                 own = [
-                    (states[key].get(state, f"the {state} of {key}"), layer, expert)
+                    (states[key][state], layer, expert)
                     for key, layer, expert in instances
+                    if state in states[key]
                 ]
                 named.append(state_bound(b, state))
                 stored += self.directory.stored(named[-1:], names, problems, listed(own))

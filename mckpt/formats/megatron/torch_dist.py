@@ -260,7 +260,7 @@ class TorchDist:
 
         rest: the buffers contain no matrices, because Muon stores the state of those elsewhere.
         """
-        from mckpt.formats.megatron.optimizer import flat
+        from mckpt.formats.megatron.optimizer import flat, kinds
 
         marks = self.common.fields.get("content_metadata") or {}
         kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"
@@ -277,6 +277,10 @@ class TorchDist:
                 file = self.directory.number[self.metadata.items[key, None][0]]
                 extents |= flat.buffers(value, data, file, chain, number)
         if not extents:
+            missing = f"{self.root}: has no state of any weight"
+            kinds.refuse_empty(self.common.fields.get("optimizer"), missing)
+            for key in (k for k, (_, _, what) in objects.items() if what == "optimizer"):
+                kinds.refuse_empty(self.directory.object(key)[0][0], missing)
             return None
         local = replace(names, choices={**names.choices, "keys": "local"})
         # other choices than the checkpoint's may name a key that it does not have

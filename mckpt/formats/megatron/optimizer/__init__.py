@@ -1,7 +1,8 @@
 """The state of optimizers, in all forms in which Megatron's formats keep it.
 
 This package exports the names that other modules use: those of states, and the optimizers of a
-rank. `flat`, `layer_wise` and `torch_reading` read the forms that have no key for each weight,
+rank. `kinds` has the optimizers that mckpt knows, and the rule by which their state is complete.
+`flat`, `layer_wise` and `torch_reading` read the forms that have no key for each weight,
 `torch_writing` writes the files of torch, and `buckets` computes the place of each parameter in a
 flat buffer.
 """

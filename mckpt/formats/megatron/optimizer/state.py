@@ -85,6 +85,7 @@ class Optimizer(NamedTuple):
     groups: list[list[dict[str, Any]]]
     keys: frozenset[str]  # under which the checkpoint stores it
     scalers: list[Scaler]  # of each optimizer in a training with fp16, else none
+    live: bool = False  # it is the optimizer of a running model
 
     @property
     def distributed(self) -> bool:
@@ -192,7 +193,7 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
     SourceError if there are none, and UsageError if the steps are counted elsewhere.
     """
     out = []
-    for one in _chained(plain):
+    for one in chained(plain):
         inner = one.get("optimizer", one) if isinstance(one, dict) else None
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -219,7 +220,7 @@ def sharding_of(plain: Any) -> str | None:
     names it; None if it does not.
     """
     names = (
-        one.get("param_state_sharding_type") for one in _chained(plain) if isinstance(one, dict)
+        one.get("param_state_sharding_type") for one in chained(plain) if isinstance(one, dict)
     )
     return next((name for name in names if name is not None), None)
 
@@ -228,7 +229,7 @@ def unkept(plain: Any) -> list[str]:
     """Returns the keys of an `optimizer` of a common state that are neither groups, states nor a
     loss scaler.
     """
-    found = {str(k) for one in _chained(plain) if isinstance(one, dict) for k in one}
+    found = {str(k) for one in chained(plain) if isinstance(one, dict) for k in one}
     return sorted(found - {*_PLAIN, SCALER})
 
 
@@ -239,7 +240,7 @@ def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
     data: the places of the storages in the file `path`.
     Raises UsageError for a scaler that Megatron does not write.
     """
-    scalers = [one.get(SCALER) if isinstance(one, dict) else None for one in _chained(plain)]
+    scalers = [one.get(SCALER) if isinstance(one, dict) else None for one in chained(plain)]
     if not any(isinstance(one, dict) for one in scalers):
         return []
     out: list[Scaler] = []
@@ -282,7 +283,7 @@ def scaler_record(scaler: Scaler, number: int) -> dict[str, Any]:
     }
 
 
-def _chained(plain: Any) -> list[Any]:
+def chained(plain: Any) -> list[Any]:
     """Returns the values of each optimizer: a model with experts may have several."""
     numbered = isinstance(plain, dict) and plain.keys() and all(type(k) is int for k in plain)
     return list(plain.values()) if numbered else plain if isinstance(plain, list) else [plain]

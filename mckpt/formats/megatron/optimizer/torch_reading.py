@@ -16,17 +16,19 @@ both have them in the order in which the model registers them, which is that of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
-from mckpt.formats.megatron.optimizer import buckets
+from mckpt.formats.megatron.optimizer import buckets, kinds
 from mckpt.formats.megatron.optimizer.state import (
+    BY_LAYERS,
     CURE,
+    LAYER_WISE,
     MASTER,
     MASTER_KEYS,
     NOT_DISTRIBUTED,
@@ -48,6 +50,7 @@ from mckpt.values.dtypes import itemsize
 
 FILE = "distrib_optim.pt"
 FORM = "distrib_optim.pt"
+STEP = "step"  # the count of steps of one parameter
 # the keys of a file, and the file, that belong to the optimizer
 KEYS = ("optimizer", "opt_param_scheduler", FILE)
 
@@ -115,17 +118,24 @@ class StateBuffer(NamedTuple):
     entry: Entry
 
 
-def read(source: Source) -> Optimizer | None:
+def read(source: Source, args: Mapping[str, Any]) -> Optimizer | None:
     """Returns the optimizer's state, None if no file has one.
 
-    Raises SourceError with every rank whose state does not fit its parameters.
+    args: those of the checkpoint. Raises SourceError with every rank whose state does not fit its
+    parameters, or whose file is missing.
     """
     parallel = source.names.parallel
     places = directories(parallel, source.grid)
-    flat = source.open(places[0], FILE) is not None
+    flat = any(source.open(place, FILE) is not None for place in places)
     first = source.open(places[0], MODEL)
     plain = first.value.get("optimizer") if first is not None else None
     if not flat and not _has_states(plain):
+        missing = (
+            f"{FILE if not args.get(BY_LAYERS) else LAYER_WISE} is missing in every rank"
+            if args.get("use_distributed_optimizer") or args.get(BY_LAYERS)
+            else "has no state of any weight"
+        )
+        kinds.refuse_empty(plain, f"{source.where}: {missing}")
         return None
     problems = Problems(
         f"the optimizer's state of {source.where} does not match its weights:", CURE
@@ -351,16 +361,24 @@ def _grouped(
 
 
 def found_in(contents: Contents, p: Parameter, states: dict[str, Any]) -> Iterator[StateBuffer]:
-    """Yields the states of one parameter that have its shape."""
+    """Yields the states of one parameter. Raises UsageError for a tensor of another shape, other
+    than a count of steps.
+    """
     for name, record in states.items():
         view = safe_pickle.as_tensor(record)
-        if view is not None and view.shape == p.entry.shape:
-            yield from p.states(name, entry_of(view, contents.data, contents.file))
+        if view is None or name == STEP:
+            continue
+        if view.shape != p.entry.shape:
+            raise UsageError(
+                f"{contents.path}: the state {name} of {p.key} is {list(view.shape)}, and the"
+                f" weight {list(p.entry.shape)}; mckpt does not convert it, so {kinds.NO_OPTIMIZER}"
+            )
+        yield from p.states(name, entry_of(view, contents.data, contents.file))
 
 
 def shape_of(states: dict[str, Any]) -> tuple[int, ...] | None:
     """Returns the shape of a parameter by its states; `step` may be a number or a tensor."""
-    views = [safe_pickle.as_tensor(value) for name, value in states.items() if name != "step"]
+    views = [safe_pickle.as_tensor(value) for name, value in states.items() if name != STEP]
     return next((view.shape for view in views if view is not None), None)
 
 
