@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mckpt import formats
-from mckpt.cli import shared
+from mckpt.cli import shared, terminal
 from mckpt.cli.options import (
     NOT_NEGATIVE,
     PATH,
@@ -18,8 +19,15 @@ from mckpt.cli.options import (
     in_section,
     json_option,
 )
-from mckpt.errors import UsageError
+from mckpt.errors import UsageError, counted
 from mckpt.storage import sparse_copy
+
+if TYPE_CHECKING:
+    from mckpt.api import Checkpoint
+
+# The rows of the vocabulary, divided by this number: if fewer are padding, they do not move the
+# loss by more than a hundredth.
+SMALL_PADDING = 100
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -136,10 +144,12 @@ def train(
 ) -> None:
     """Train a Megatron checkpoint on Megatron-Core.
 
-    Prints the loss of each step. The model is built from the checkpoint's args alone.
+    Prints the loss of each step on stdout, and on stderr the device, the parallel sizes and where
+    the checkpoint is saved. The model is built from the checkpoint's args alone.
     """
     from mckpt import api, launching
     from mckpt.conversion.side_files import carry
+    from mckpt.formats.megatron.save_directory import Tracker, iteration_name
     from mckpt.verification import requirements
 
     sizes = {name: options[name] or 1 for name in ("tp", "pp", "vpp", "ep", "cp")}
@@ -171,6 +181,58 @@ def train(
         **{name: value for name, value in options.items() if value is not None},
     }
     device = launching.device(device, num_ranks)
-    if options["save"] is not None:
-        carry(opened, Path(options["save"]))
+    if opened.is_megatron:
+        for note in _notes(opened, sizes, num_ranks, num_ranks // smallest, device, options):
+            terminal.print_note(note, as_json)
+    if options["save"] is None:
+        launching.run_alone("mckpt.trainer.train", job, device, num_ranks)
+        return
+    folder = Path(options["save"])
+    carry(opened, folder)
+    tracker = Tracker(folder)
+    before = _written(tracker.path)
     launching.run_alone("mckpt.trainer.train", job, device, num_ranks)
+    if _written(tracker.path) != before:
+        terminal.print_note(f"saved {folder / iteration_name(int(tracker.content()))}", as_json)
+
+
+def _written(path: Path) -> int | None:
+    """Returns when a file was written, in nanoseconds; None if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _notes(
+    opened: Checkpoint,
+    sizes: Mapping[str, int],
+    num_ranks: int,
+    copies: int,
+    device: str,
+    options: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yields sentences on a run before it starts.
+
+    copies: data-parallel copies of a model of these sizes.
+    """
+    from mckpt.conversion.plan_data import true_vocab
+    from mckpt.geometry.parallel import Parallel
+
+    shown = [str(Parallel().with_(**{n: v for n, v in sizes.items() if n != "cp"}))]
+    shown += [f"{name} {n}" for name, n in (("cp", sizes["cp"]), ("dp", copies)) if n > 1]
+    where = f"{counted(num_ranks, 'rank')} on {device}"
+    yield f"trains {opened.opened.root}: {', '.join(shown)}; {where}"
+    fields = opened.files.common.fields if opened.files.common else {}
+    done, steps = fields.get("iteration"), options["steps"]
+    if options["resume"] and isinstance(done, int) and done >= steps:
+        yield (
+            f"nothing is left to train: the checkpoint has done {counted(done, 'step')}, and"
+            f" --steps {steps} is their number in all"
+        )
+    elif options["save"] is None:
+        yield "nothing is saved; --save DIR saves the result"
+    rows, vocab = (opened.args or {}).get("padded_vocab_size"), true_vocab(opened)
+    if rows and vocab and (padding := rows - vocab) * SMALL_PADDING > rows:
+        yield (
+            f"{padding:,} of the {rows:,} rows of the vocabulary are padding, which Megatron's loss"
+            " counts too. A reshard to another tp may change their number, and so the loss; `mckpt"
+            " reshard --keep-padding` keeps them"
+        )

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mckpt.formats.megatron.save_directory import TRACKER
 from mckpt.storage.files import LFS_POINTER
 from tests.helpers.commands import edit_json, good, mckpt, refused, run, tree
 
@@ -197,6 +199,32 @@ def test_training_saves_beside_the_files_of_its_source(
     assert tree(save / "hf") == tree(ckpt / "hf") and os.listdir(save) == ["hf"]
     flip(save / "hf/tokenizer.json")
     refused(6, "tokenizer.json: is not the source's", args=(*line, save), untouched=tmp_path)
+
+
+def test_train_prints_its_device_its_sizes_and_where_it_saved(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(module: str, job: dict[str, Any], device: str, num_ranks: int) -> None:
+        if "save" in job and job["steps"] > 5:
+            (Path(job["save"]) / TRACKER).write_text(str(job["steps"]))
+
+    monkeypatch.setattr("mckpt.launching.run_alone", train)
+    monkeypatch.setattr("mckpt.launching.require", lambda *names: None)
+    ckpt, even, save = tmp_path / "ckpt", tmp_path / "even", tmp_path / "save"
+    good("hf-to-megatron", src, ckpt, "--iteration", 5)
+    good("hf-to-megatron", src, even, "--make-vocab-size-divisible-by", 1)
+    line = ("train", ckpt, "--device", "cpu", "--steps")
+    said = good(*line, 6, "--resume", "--tp", 2, "--ranks", 4, "--save", save).err.splitlines()
+    assert said[0] == f"trains {ckpt}/iter_0000005: tp 2, pp 1, dp 2; 4 ranks on cpu"
+    assert "rows of the vocabulary are padding" in said[1] and "--keep-padding" in said[1]
+    assert said[2:] == [f"saved {save}/iter_0000006"]
+    said = good(*line, 5, "--resume", "--save", tmp_path / "new").err.splitlines()
+    assert "nothing is left to train: the checkpoint has done 5 steps" in said[1]
+    assert not [text for text in said if "saved" in text]
+    said = good("train", even, "--device", "cpu", "--steps", 1, "--json")
+    events = [json.loads(text) for text in said.err.splitlines()]
+    assert [event["event"] for event in events] == ["note"] * 2
+    assert events[1]["message"] == "nothing is saved; --save DIR saves the result"
 
 
 def test_the_launch_line_names_the_tokenizer_of_hf(src: Path, tmp_path: Path) -> None:
