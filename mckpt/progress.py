@@ -27,6 +27,16 @@ class Progress:
         return self.nbytes >= self.total_bytes and self.files >= self.total_files
 
 
+def share(nbytes: int, total: int | None = None) -> str:
+    """Returns bytes with their unit, such as "1.20 GB", or "1.20 of 2.00 GB"."""
+    units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
+    most = max(1, nbytes if total is None else total)
+    scale, unit = next(one for one in units if most >= one[0])
+    digits = 2 if scale > 1 else 0
+    numbers = [f"{n / scale:.{digits}f}" for n in (nbytes, total) if n is not None]
+    return f"{' of '.join(numbers)} {unit}"
+
+
 OnProgress = Callable[[Progress], None]
 
 

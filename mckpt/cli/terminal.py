@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.errors import Unprinted, Unreported, printable, shown
+from mckpt.progress import share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +73,7 @@ def echo_outcome(state: str, start: float, facts: Mapping[str, Any], **places: P
 
 
 EVENT_S = 1.0  # seconds between two events
+LINE_S = 30.0  # seconds between two lines of progress, if stderr is no terminal
 # Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
 # stalls.
 WINDOW_S = 10.0
@@ -85,9 +88,9 @@ def print_note(text: str, as_json: bool) -> None:
 
 
 @contextmanager
-def showing(what: str, as_json: bool) -> Iterator[OnProgress | None]:
+def showing(what: str, as_json: bool) -> Iterator[OnProgress]:
     """Yields a callback that shows progress on stderr: with `as_json` as one JSON event a second,
-    on a terminal as a line that it redraws. Otherwise yields None.
+    on a terminal as a line that it redraws, otherwise as one line every LINE_S seconds.
     """
     if as_json:
         yield Events(what, lambda text: echo(text, err=True))
@@ -95,7 +98,7 @@ def showing(what: str, as_json: bool) -> Iterator[OnProgress | None]:
         with Line(what) as line:
             yield line
     else:
-        yield None
+        yield Lines(what, lambda text: echo(text, err=True))
 
 
 @contextmanager
@@ -110,8 +113,12 @@ def phases(as_json: bool) -> Iterator[Callable[[str], None]]:
         event = {"event": "phase", "message": text, "seconds": round(seconds, 2)}
         echo(json.dumps(event) if as_json else f"{seconds:5.1f} s  {text}", err=True)
 
-    if as_json or not sys.stderr.isatty():
+    if as_json:
         yield print_phase
+        return
+    if not sys.stderr.isatty():
+        with _repeating(print_phase) as print_first:
+            yield print_first
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
@@ -120,6 +127,28 @@ def phases(as_json: bool) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         bar.add_task("", total=None)
         yield print_phase
+
+
+@contextmanager
+def _repeating(print_phase: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Yields `print_phase`, and calls it again every LINE_S seconds while a phase lasts."""
+    ended, now = threading.Event(), [""]
+
+    def print_first(text: str) -> None:
+        now[0] = text
+        print_phase(text)
+
+    def repeat() -> None:
+        while not ended.wait(LINE_S):
+            print_phase(f"still: {now[0]}")
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield print_first
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Meter:
@@ -169,6 +198,44 @@ class Events:
         self.last, self.ended = now, at.complete
         event = self.meter.read(at)
         self.emit(json.dumps({"event": self.what, **event}))
+
+
+class Lines:
+    """Emits one line of text every LINE_S seconds, so that a short run emits none."""
+
+    def __init__(self, what: str, emit: Callable[[str], None]) -> None:
+        self.what, self.emit, self.meter = what, emit, Meter()
+        self.last = self.printed = self.meter.started
+
+    def __call__(self, at: Progress) -> None:
+        now = time.monotonic()
+        if now - self.last < EVENT_S:
+            return
+        self.last = now
+        event = self.meter.read(at)  # every second, because the rate is that of the last seconds
+        if now - self.printed < LINE_S or at.complete:
+            return
+        self.printed = now
+        self.emit(f"{self.what}: {in_words(at, event)}")
+
+
+def in_words(at: Progress, event: Mapping[str, Any]) -> str:
+    """Returns the bytes that are done, their share, the rate, the time left and the files."""
+    text = f"{share(at.nbytes, at.total_bytes)} ({100 * at.nbytes // max(1, at.total_bytes)} %)"
+    if event["eta_s"] is not None:
+        rate = share(event["bytes_per_s"])
+        text += f", {rate}/s, {_duration(round(event['eta_s']))} left"
+    if at.total_files:
+        text += f", {at.files:,} of {at.total_files:,} files"
+    return text
+
+
+def _duration(seconds: int) -> str:
+    """Returns seconds in the two units that suit them."""
+    minutes, hours = seconds // 60, seconds // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
 
 
 class Line:

@@ -53,7 +53,7 @@ from mckpt.execute.threads import ThreadPool
 from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
-from mckpt.progress import OnProgress, Progress
+from mckpt.progress import OnProgress, Progress, share
 from mckpt.storage.descriptors import any_remote
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
@@ -268,10 +268,7 @@ def execute(
 
 def continues(there: int, total: int) -> str:
     """Returns the note of a run that continues the work of an earlier one; both in bytes."""
-    units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
-    scale, unit = next(one for one in units if total >= one[0])
-    done = f"{there / scale:.2f} of {total / scale:.2f} {unit}"
-    return f"continues an interrupted run, which has written {done}"
+    return f"continues an interrupted run, which has written {share(there, total)}"
 
 
 class _Run:

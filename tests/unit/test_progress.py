@@ -33,6 +33,39 @@ def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatc
     assert all(event["rss_bytes"] > 1 << 20 for event in said)
 
 
+def test_without_a_terminal_a_line_comes_every_30_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    printed: list[str] = []
+    monkeypatch.setattr(terminal, "echo", lambda text, err: printed.append(text))
+    with terminal.showing("writing", as_json=False) as show:
+        for second in range(101):
+            now[0] = 100 + second
+            show(Progress(second * 20_000_000, 12_000_000_000, min(3, second // 17), 3))
+    assert printed == [
+        "writing: 0.60 of 12.00 GB (5 %), 20.00 MB/s, 9 min 30 s left, 1 of 3 files",
+        "writing: 1.20 of 12.00 GB (10 %), 20.00 MB/s, 9 min 0 s left, 3 of 3 files",
+        "writing: 1.80 of 12.00 GB (15 %), 20.00 MB/s, 8 min 30 s left, 3 of 3 files",
+    ]
+    del printed[:]
+    now[0] = 1000
+    with terminal.showing("checking", as_json=False) as show:
+        for second in (0, 1, 30, 60, 90):  # nothing moves, then it ends
+            now[0] = 1000 + second
+            show(Progress(0 if second < 90 else 999, 999))
+    assert printed == ["checking: 0 of 999 bytes (0 %)"] * 2
+
+
+def test_a_long_phase_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "LINE_S", 0.05)
+    printed: list[str] = []
+    monkeypatch.setattr(terminal, "echo", lambda text, err: printed.append(text))
+    with terminal.phases(as_json=False) as show:
+        show("comparing")
+        terminal.time.sleep(0.3)
+    assert printed[0].endswith(" s  comparing") and printed[1].endswith(" s  still: comparing")
+
+
 def test_units_of_an_earlier_run_do_not_count_in_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
