@@ -102,6 +102,12 @@ def src(tiny_model: TinyModel) -> Path:
     return tiny_model("qwen3")
 
 
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allows any `max_memory`, so that tiny tensors are moved in many pieces."""
+    monkeypatch.setattr("mckpt.conversion.moving.LEAST_MEMORY", 1)
+
+
 @pytest.fixture(scope="session")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes a DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction,

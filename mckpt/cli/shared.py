@@ -294,7 +294,8 @@ conversion_options = together(
         "--max-memory",
         default="64MiB",
         metavar="SIZE",
-        help="Size of all buffers together, with a unit: 500MB, 64MiB, 2GiB.",
+        help="Size of all buffers together, such as 500MB, 64MiB or 2Gi; at least 512KiB for each"
+        " thread.",
     ),
     conversion_option(
         "--threads",

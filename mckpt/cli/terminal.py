@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.errors import Unprinted, Unreported, printable, shown
-from mckpt.progress import share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -221,6 +220,8 @@ class Lines:
 
 def in_words(at: Progress, event: Mapping[str, Any]) -> str:
     """Returns the bytes that are done, their share, the rate, the time left and the files."""
+    from mckpt.progress import share
+
     text = f"{share(at.nbytes, at.total_bytes)} ({100 * at.nbytes // max(1, at.total_bytes)} %)"
     if event["eta_s"] is not None:
         rate = share(event["bytes_per_s"])

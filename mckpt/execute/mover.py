@@ -211,7 +211,7 @@ class _SlabCopy:
             # bytes; all codes of a band are written at once if they leave half of the buffer
             width = grid.width // per_byte
             codes = rows * width if rows * width <= most // 2 else 0
-            whole = np.ndarray((rows, width), "u1", self.memory)
+            whole = np.ndarray((rows if codes else 0, width), "u1", self.memory)
             at, band_scales = grid.byte(grid.weight_at + first * grid.width), []
             for cell in cells(grid, first, rows, most - -(-codes // 16) * 16):
                 self.check()

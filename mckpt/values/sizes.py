@@ -11,7 +11,8 @@ LEAST_BARE = 1 << 20
 
 
 def parse_size(text: int | str, option: str = "") -> int:
-    """Returns the bytes of a size such as "5GB" or "512MiB"; a number is the bytes themselves.
+    """Returns the bytes of a size such as "5GB" or "512MiB"; a number is the bytes themselves. 2G
+    is 2GB, and 2Gi is 2GiB.
 
     Raises UsageError, which names the option, for a text with a small number and no unit, because
     the unit was probably forgotten.
@@ -21,23 +22,12 @@ def parse_size(text: int | str, option: str = "") -> int:
         if type(text) is not int or text < 1:
             raise UsageError(f"{given} is not a size; give a number of bytes, at least 1")
         return text
-    units = {
-        "": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 1 << 10,
-        "MIB": 1 << 20,
-        "GIB": 1 << 30,
-        "TIB": 1 << 40,
-    }
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if (
-        not found
-        or found[2].upper() not in units
-        or (size := int(float(found[1]) * units[found[2].upper()])) < 1
-    ):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?)?", text.strip().upper())
+    size = 0
+    if found:
+        power = "KMGT".index(found[2]) + 1 if found[2] else 0
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not found or size < 1:
         raise UsageError(f"{given} is not a size; write for example 5GB or 512MiB")
     if not found[2] and size < LEAST_BARE:
         raise UsageError(

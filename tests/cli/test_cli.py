@@ -356,8 +356,12 @@ def test_a_size_without_a_unit_is_refused_if_it_is_tiny(src, tmp_path):
         args=(*args, "--max-memory", 5),
         untouched=tmp_path,
     )
-    for i, size in enumerate(("64MiB", "2GiB", "500MB", str(1 << 20), "64kib")):
+    for i, size in enumerate(("64MiB", "2GiB", "500MB", str(1 << 20), "512kib", "2G", "2Gi")):
         good("hf-to-megatron", src, tmp_path / str(i), "--max-memory", size)
+    text = "--max-memory 64,000 bytes is too little: each thread needs 512KiB; give 512KiB or more"
+    refused(2, text, args=(*args, "--max-memory", "64k"))
+    more = (*args, "--max-memory", "1MiB", "--threads", 4)
+    refused(2, "give 2048KiB or more, or lower --threads 4", args=more)
 
 
 def test_help_shows_the_default_sizes():

@@ -355,7 +355,7 @@ def test_the_same_command_writes_the_same_bytes(tiny_model, tmp_path, form):
             "--threads",
             threads,
             "--max-memory",
-            "1MiB",
+            "2MiB",
         )
         good("megatron-to-hf", dst, tmp_path / f"hf{len(trees)}", "--threads", threads)
         # each export has read files of another time

@@ -130,6 +130,7 @@ def test_codes_and_scales(tmp_path: Path, case: str, form: str, dtype: str) -> N
     assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
 
 
+@pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("form", FORMS)
 def test_small_buffers_and_files_give_the_same_bytes(tmp_path: Path, form: str) -> None:
     held, _ = exported("sharded", form, tmp_path)

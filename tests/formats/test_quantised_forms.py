@@ -204,6 +204,7 @@ def test_the_plan_names_the_encoding(published: Path, tmp_path: Path) -> None:
     assert "20 tensors are mxfp4 with a scale for each 1 x 32, and are dequantised" in said
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_mxfp4_is_dequantised_to_hugging_face(published: Path, tmp_path: Path) -> None:
     """The copy stores the transpose of the blocks. A tiny budget gives the same bytes."""
     plan = package.plan(published / "quantised", tmp_path / "copy", format="hf")
@@ -595,6 +596,7 @@ def form(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, root, *made(request.param, root)
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_every_form_converts_like_its_values(form: Any, tmp_path: Path) -> None:
     _, root, _, _ = form
     converts_like_its_values(root, tmp_path / "dist", "--tp", 2, "--pp", 2)

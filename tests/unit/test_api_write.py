@@ -28,6 +28,9 @@ from tests.unit.test_api_tensors import same
 Named = tuple[str, Any]
 
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
+
 def shuffled(arrays: dict[str, Any]) -> list[Named]:
     return random.Random(1).sample(list(arrays.items()), len(arrays))
 
