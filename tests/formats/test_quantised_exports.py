@@ -97,6 +97,19 @@ def test_codes_and_scales(tmp_path: Path, name: str, dtype: str) -> None:
     }
 
 
+@pytest.mark.usefixtures("small_buffers")
+def test_a_row_of_blocks_may_be_larger_than_the_buffer(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 160, "intermediate_size": 2300, "num_hidden_layers": 1}
+    source = tiny.tiny_random("qwen3", tmp_path / "hf", **sizes)
+    plan = mckpt.plan(source, tmp_path / "out", format="hf", quantize="fp8")
+    plan.run(max_memory=128 * 128 * 16, threads=1)
+    wanted, _ = quantised(tiny.tensors(json.loads((source / "config.json").read_text())))
+    found = arrays_of(tmp_path / "out")
+    assert {key: array.tobytes() for key, array in wanted.items()} == {
+        key: array.tobytes() for key, array in found.items()
+    }
+
+
 def test_it_is_read_again(tmp_path: Path) -> None:
     """mckpt reads what it wrote; the values are the dequantised ones."""
     source = tiny.tiny_random("qwen3", tmp_path / "hf", **WIDE)
