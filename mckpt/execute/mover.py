@@ -23,6 +23,7 @@ from mckpt.execute.quantising import (
     Cell,
     NotFinite,
     band_rows,
+    block_bytes,
     cells,
     fill,
     largest,
@@ -208,9 +209,11 @@ class _SlabCopy:
         step = band_rows(grid, most)
         for first in range(row, end, step):
             rows = min(step, end - first)
-            # bytes; all codes of a band are written at once if they leave half of the buffer
+            # bytes; all codes of a band are written at once if they leave half of the buffer, and
+            # room for a block
             width = grid.width // per_byte
-            codes = rows * width if rows * width <= most // 2 else 0
+            room = min(most // 2, most - block_bytes(grid, rows) - 16)
+            codes = rows * width if rows * width <= room else 0
             whole = np.ndarray((rows if codes else 0, width), "u1", self.memory)
             at, band_scales = grid.byte(grid.weight_at + first * grid.width), []
             for cell in cells(grid, first, rows, most - -(-codes // 16) * 16):

@@ -58,6 +58,11 @@ def band_rows(grid: Grid, memory: int) -> int:
     return max(1, min(memory, CELL) // each) if grid.rows == 1 else grid.rows
 
 
+def block_bytes(grid: Grid, rows: int) -> int:
+    """Returns the bytes of a buffer that one block of `rows` rows needs."""
+    return rows * min(grid.columns, grid.width) * (VALUE + READ + TEMPORARY)
+
+
 def cells(grid: Grid, row: int, rows: int, memory: int) -> list[Cell]:
     """Returns the cells of one band of a weight, for a buffer of `memory` bytes.
 
