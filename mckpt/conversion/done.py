@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,20 @@ from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
 
 MEMORY = 64 << 20  # bytes of the buffers of a comparison
+SHOWN = 5  # differences of a plan in an error
+# the names that options have for entries of the manifest
+OPTIONS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "name": "dialect",
+}
+# entries that in most cases follow from the others
+DERIVED = ("choices", "padded_vocab_size", "mckpt", "left_behind")
+# entries that are digests, or follow from the others always
+DIGESTS = ("source", "args", "common", "config", "digest", "logical")
 
 
 class ExistingOutput(NamedTuple):
@@ -122,7 +136,37 @@ def _other_plan(plan: PlanData, manifest: Mapping[str, Any]) -> str:
     apart = [name for name, value in facts.items() if manifest.get(name) != value]
     if apart == ["source"]:
         return f"The source differs: {plan.source.path} has other tensors, sizes or files now"
-    return f"The plan differs: it was made with another {', '.join(apart)}"
+    chosen = {key: value for key, value in facts.items() if key not in DERIVED}
+    values = dict(_values_apart(manifest, chosen)) or dict(_values_apart(manifest, facts))
+    if "tp" in values:
+        values.pop("etp", None)  # it is tp if the user gives none
+    if not values:
+        return f"The plan differs: it was made with another {', '.join(apart)}"
+    more = f", and {len(values) - SHOWN:,} more differ" * (len(values) > SHOWN)
+    first = list(values.items())[:SHOWN]
+    has, asked = (
+        ", ".join(
+            f"no {name}" if pair[at] is None else f"{name} {pair[at]}" for name, pair in first
+        )
+        for at in (0, 1)
+    )
+    return f"The plan differs: {plan.destination.path} has {has}; you ask for {asked}{more}"
+
+
+def _values_apart(
+    left: Mapping[str, Any], right: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yields the entries that differ in two manifests and are short: the name that their option
+    has, and both values.
+    """
+    for key, value in right.items():
+        there = left.get(key)
+        if there == value or key in DIGESTS:
+            continue
+        if isinstance(value, dict):
+            yield from _values_apart(there if isinstance(there, dict) else {}, value)
+        elif all(isinstance(one, (str, int, float, type(None))) for one in (there, value)):
+            yield OPTIONS.get(key, key), (there, value)
 
 
 def _note(path: Path, known: str, state: str) -> None:

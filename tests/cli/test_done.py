@@ -142,7 +142,12 @@ def test_a_source_that_changes_after_the_comparison_is_not_done(work: Path) -> N
 def test_what_differs_is_named(work: Path) -> None:
     line = ("megatron-to-hf", work / "ckpt", work / "out")
     good(*line)
-    refused(6, "The plan differs", "another dtype", args=(*line, "--dtype", "fp16"))
+    place = f"The plan differs: {work / 'out'} has"
+    refused(6, f"{place} no dtype; you ask for dtype fp16", args=(*line, "--dtype", "fp16"))
+    sizes = ("reshard", work / "ckpt", work / "sized", "--target-tp")
+    good(*sizes, 1)
+    text = f"The plan differs: {work}/sized/release has tp 1; you ask for tp 2"
+    refused(6, text, args=(*sizes, 2))
     touch(work / "ckpt")
     damaged = work / "out/model.safetensors"
     change(damaged)
