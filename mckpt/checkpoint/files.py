@@ -12,10 +12,17 @@ from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import SourceError, UsageError, shown
 from mckpt.formats import foreign, places
 from mckpt.formats.base import Opened
-from mckpt.formats.hf_config import CONFIG, is_side_file
+from mckpt.formats.hf_config import (
+    CONFIG,
+    FAST_TOKENIZER,
+    has_tokenizer,
+    is_side_file,
+    side_files,
+)
 from mckpt.formats.megatron.interface import Common, as_megatron
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
+    TOKENIZER_DIRECTORY,
     VERL_HF,
     VERL_WEIGHTS,
     IterationDirectory,
@@ -27,6 +34,7 @@ from mckpt.formats.megatron.save_directory import (
     verl_weights,
 )
 from mckpt.storage import manifest, sparse_copy
+from mckpt.storage.files import read_file
 from mckpt.storage.manifest import Manifest, Recorded
 from mckpt.storage.staging import refuse_half_sent, unfinished
 
@@ -83,6 +91,21 @@ class CheckpointFiles:
         if own and own.name == VERL_WEIGHTS:
             sides.append(own.root / VERL_HF)
         return next((side for side in sides if (side / CONFIG).is_file()), None)
+
+    @cached_property
+    def tokenizer_directory(self) -> Path | None:
+        """Returns the directory `tokenizer` in a Megatron checkpoint, in which the training saved
+        its tokenizer; None if it is missing or has none that Hugging Face reads.
+        """
+        own = self.iteration_directory
+        found = own.path / TOKENIZER_DIRECTORY if own is not None else None
+        if found is None or not found.is_dir():
+            return None
+        names = side_files(found).kept
+        if FAST_TOKENIZER in names:
+            # Megatron copies the vocabulary of TikTokenizer, which is a list, to this name
+            return found if read_file(found / FAST_TOKENIZER).lstrip()[:1] == b"{" else None
+        return found if has_tokenizer(names) else None
 
     @property
     def side_directory(self) -> Path | None:

@@ -33,9 +33,11 @@ from mckpt.formats.base import Names
 from mckpt.formats.hf import HuggingFaceRequest, unquantised
 from mckpt.formats.hf_config import (
     CONFIG,
+    FAST_TOKENIZER,
     GENERATION,
     QUANTISED,
     has_tokenizer,
+    is_of_tokenizer,
     left_out,
     quantised_by,
     read_config,
@@ -43,7 +45,7 @@ from mckpt.formats.hf_config import (
     without_quantisation,
 )
 from mckpt.formats.hf_encodings import WRITTEN, quantisation_config
-from mckpt.formats.megatron.save_directory import MAPPING
+from mckpt.formats.megatron.save_directory import MAPPING, TOKENIZER_DIRECTORY
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
@@ -109,11 +111,14 @@ def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions)
     kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
-    roots = [Path(root) for root in (tokenizer, source.files.described_by) if root is not None]
-    copies = _side_copies(roots, {file.path for file in outputs})
+    own, described = source.files.tokenizer_directory, source.files.described_by
+    roots = [Path(root) for root in (tokenizer, own, described) if root is not None]
+    copies = _side_copies(roots, {file.path for file in outputs}, own)
+    if own is not None:
+        notes.append(f"the tokenizer is that of the training, in {TOKENIZER_DIRECTORY}")
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
     config = TargetFile.whole(CONFIG, text)
-    if (described := source.files.described_by) is not None:
+    if described is not None:
         config = config._replace(mode=mode_of(described / CONFIG))
     outputs.append(config)
     joined = join(source.layout, layout)
@@ -213,17 +218,22 @@ def _json(config: dict[str, Any]) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
+def _side_copies(roots: list[Path], there: set[str], whole: Path | None) -> dict[str, Path]:
     """Returns the tokenizer, templates and similar files to copy from these directories: name ->
     path. Names in `there` are left out, and the first directory that has a file wins.
+
+    whole: one of the directories. If it has a tokenizer.json, which is a whole tokenizer, the
+    directories after it give no files of a tokenizer.
     """
     out: dict[str, Path] = {}
+    done = False
     for root in roots:
         if not root.is_dir():
             raise UsageError(f"{root}: is not a directory; --tokenizer needs one")
         for name in side_files(root).kept:
-            if name not in there:
+            if name not in there and not (done and is_of_tokenizer(name)):
                 out.setdefault(name, root / name)
+        done = done or (root == whole and (root / FAST_TOKENIZER).is_file())
     return out
 
 

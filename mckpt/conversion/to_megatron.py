@@ -57,7 +57,7 @@ from mckpt.formats.megatron import megatron_args, run_config
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import Scaler
 from mckpt.formats.megatron.run_config import RUN_CONFIG
-from mckpt.formats.megatron.save_directory import MAPPING
+from mckpt.formats.megatron.save_directory import MAPPING, TOKENIZER_DIRECTORY
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.geometry.parallel import Parallel
@@ -110,7 +110,9 @@ def plan_megatron(
     side_files = side_of(source)
     launch = _launch(decided, args, side_files)
     for_bridge = beside.run_config if beside else bridge_files(decided)
+    tokenizer = _tokenizer(source)
     files = [*tensor_files, *_launch_files(decided, launch), *for_bridge]
+    files += [TargetFile.copy(name, path) for name, path in tokenizer.items()]
     more, carried_files = carried.lay_out(carried.of(moved.layout), target.max_shard_size)
     if beside:
         moved, layout = beside.placed(layout)
@@ -133,7 +135,7 @@ def plan_megatron(
         decided.names,
         [*files, *carried_files],
         side,
-        [],
+        list(tokenizer.values()),
         facts,
         left_out([] if root is None else [root]),
     )
@@ -546,6 +548,16 @@ def _lost(
     after = dialect.inexact(dims, program)
     lost = {name: why for name, why in after.items() if name not in before} | lost_args(source)
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
+
+
+def _tokenizer(source: Checkpoint) -> dict[str, Path]:
+    """Returns the files of the tokenizer that the training saved in a Megatron source: name in the
+    target -> path.
+    """
+    root = source.files.tokenizer_directory
+    if root is None:
+        return {}
+    return {f"{TOKENIZER_DIRECTORY}/{name}": root / name for name in side_files(root).kept}
 
 
 def _side_root(source: Checkpoint) -> Path | None:

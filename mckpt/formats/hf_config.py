@@ -31,17 +31,22 @@ WEIGHTS = (
 )
 # an adapter, such as a LoRA, that lies beside whole weights: its description, and its own weights
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+FAST_TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 TOKENIZER = (
-    *("tokenizer.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json"),
+    *(FAST_TOKENIZER, "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json"),
     *("*vocab*.json", "vocab.txt", "*.bpe", "bpe.codes"),
+)
+# what a tokenizer has beside these
+_WITH_TOKENIZER = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
 )
 # The files that a Hugging Face model directory has beside config.json and weights, as patterns
 # that match letters of either case. No other file is copied or uploaded (docs/side-files.md).
 SIDE_FILES = (
     *TOKENIZER,
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
-    *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    *_WITH_TOKENIZER,
     *(GENERATION, "*processor_config.json", "configuration.json"),
     *("*.py", "*.md", "LICENSE*", "NOTICE*"),
     *("modules.json", "config_sentence_transformers.json", "sentence_*_config.json"),
@@ -129,6 +134,11 @@ def is_side_file(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Returns whether files of these names are a tokenizer."""
     return any(is_side_file(name, TOKENIZER) for name in names)
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Returns whether a file of this name is part of a tokenizer or its chat templates."""
+    return is_side_file(name, (*TOKENIZER, *_WITH_TOKENIZER))
 
 
 def belongs(path: Path, root: Path) -> bool:

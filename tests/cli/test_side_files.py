@@ -55,6 +55,34 @@ def test_only_files_of_a_model_directory_are_copied(model: Path, tmp_path: Path)
     assert good(*args, "--json").json["plan"] == before  # a stranger does not change the output
 
 
+def test_the_tokenizer_that_a_training_saved_is_exported(model: Path, tmp_path: Path) -> None:
+    """Megatron-LM copies the vocabulary of TikTokenizer, a list, to the same name."""
+    (model / "added_tokens.json").write_text("{}")  # of the base, and not of the training
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    saved = tmp_path / "ckpt/release/tokenizer"
+    saved.mkdir()
+    (saved / "tokenizer.json").write_text('{"version": "1.0"}')
+    good("reshard", tmp_path / "ckpt", tmp_path / "more", "--target-tp", 2)
+    for number, source in enumerate((tmp_path / "ckpt", tmp_path / "more")):
+        out = tmp_path / f"hf{number}"
+        assert "the tokenizer is that of the training" in good("megatron-to-hf", source, out).err
+        assert tree(out).keys() == {
+            *("config.json", "generation_config.json", "mckpt.json", "model.safetensors"),
+            "tokenizer.json",
+        }
+        assert (out / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    given = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "given", "--tokenizer", model)
+    good(*given)
+    assert (tmp_path / "given/tokenizer.json").read_bytes() == (
+        model / "tokenizer.json"
+    ).read_bytes()
+    (saved / "tokenizer.json").write_text('[{"rank": 0}]')
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "list")
+    assert (tmp_path / "list/tokenizer.json").read_bytes() == (
+        model / "tokenizer.json"
+    ).read_bytes()
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md"])
 def test_a_pointer_of_git_lfs_is_never_copied(model: Path, tmp_path: Path, name: str) -> None:
     (model / name).write_bytes(LFS_POINTER + b"/spec/v1\noid sha256:00\nsize 9085657\n")

@@ -32,6 +32,8 @@ VERL_WEIGHTS, VERL_HF = "dist_ckpt", "huggingface"
 VERL_STEP = "global_step_"
 # where verl puts them in a directory of a step, of a role, or in `model`
 _VERL = ("model", "", "actor/model", "actor")
+# in the directory of an iteration, by Megatron-LM since August 2026 and by Megatron-Bridge
+TOKENIZER_DIRECTORY = "tokenizer"
 MAPPING = "mckpt-mapping.yaml"  # the user's own family file, kept beside config.json
 
 
