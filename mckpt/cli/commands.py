@@ -108,10 +108,14 @@ class Commands(click.Group):
 
 PREFIX = "MCKPT_"
 # Variables that do not set an option: those of a launcher (execute/ranks.py), and those that
-# Kubernetes sets in every container if a Service has the name mckpt.
+# Kubernetes sets in every container for a Service named mckpt, or with a name after mckpt-.
 _OTHERS = pattern(
-    r"MCKPT_(RANK|NUM_RANKS|LOCAL_RANKS|RUN|SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)"
+    r"MCKPT_(RANK|NUM_RANKS|LOCAL_RANKS|RUN"
+    r"|(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?))"
 )
+# A variable is most likely misspelled if it and the name of an option are as alike as four letters
+# of which one is wrong (difflib.SequenceMatcher.ratio). Of a shorter name, one letter may be wrong.
+_NEAR, _SHORT = 0.75, 3
 
 
 def variables(option: click.Parameter) -> list[str]:
@@ -128,7 +132,9 @@ def name_variables(command: click.Command) -> None:
 
 
 def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UsageError for a variable that begins with PREFIX and belongs to no option."""
+    """Raises UsageError for a variable that begins with PREFIX, belongs to no option, and has
+    nearly the name of one. Other variables belong to other programs.
+    """
     ours = [n for n in environment if n.startswith(PREFIX) and not _OTHERS.fullmatch(n)]
     if not ours:
         return  # without importing the other commands
@@ -137,12 +143,18 @@ def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.e
         from difflib import get_close_matches
 
         option = own_name(name.removeprefix(PREFIX).lower().replace("_", "-"))
-        near = get_close_matches(PREFIX + option.replace("-", "_").upper(), known, 1)
-        raise UsageError(
-            f"{name}: no option has this environment variable"
-            + (f"; did you mean {near[0]}?" if near else ".")
-            + " The variable of --max-memory is MCKPT_MAX_MEMORY, and so on for each option"
-        )
+        short = option.replace("-", "_").upper()
+        names = [one.removeprefix(PREFIX) for one in known]
+        cutoff = _NEAR
+        if 0 < len(short) <= _SHORT:
+            names = [one for one in names if abs(len(one) - len(short)) <= 1]
+            cutoff = max(0.5, 1 - 1 / len(short))
+        if near := get_close_matches(short, names, 1, cutoff):
+            raise UsageError(
+                f"{name}: no option has this environment variable; did you mean {PREFIX}{near[0]}?"
+                " The variable of --max-memory is MCKPT_MAX_MEMORY, and so on for each option."
+                " Unset a variable of another program, or rename it"
+            )
 
 
 def set_by(option: click.Parameter | None, context: click.Context | None) -> str | None:

@@ -166,15 +166,29 @@ def test_a_variable_sets_an_option(
 
 
 def test_a_variable_of_no_option_is_refused(src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MCKPT_SERVICE_HOST", "10.0.0.1")  # of Kubernetes
-    monkeypatch.setenv("MCKPT_PORT_80_TCP_ADDR", "10.0.0.1")
+    links = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP_2", "PORT", "PORT_53_UDP"]
+    links += [f"PORT_80_TCP{more}" for more in ("", "_PROTO", "_PORT", "_ADDR")]
+    # Kubernetes sets them for the Services mckpt, mckpt-convert and mckpt-tp
+    for service in ("MCKPT", "MCKPT_CONVERT", "MCKPT_TP"):
+        for link in links:
+            monkeypatch.setenv(f"{service}_{link}", "10.0.0.1")
+    for name in ("IMAGE_TAG", "HOME", "CONVERT_URL"):  # of other programs
+        monkeypatch.setenv(f"MCKPT_{name}", "x")
     good("inspect", src)
     monkeypatch.setenv("MCKPT_TAGRET_TP", "2")
     refused(2, "MCKPT_TAGRET_TP", "did you mean MCKPT_TARGET_TP?", args=("inspect", src))
     refused(2, "MCKPT_TAGRET_TP", args=("diff", src, src))
     monkeypatch.delenv("MCKPT_TAGRET_TP")
-    monkeypatch.setenv("MCKPT_TENSOR_MODEL_PARALLEL_SIZE", "2")
-    refused(2, "did you mean MCKPT_TP?", args=("inspect", src))
+    for wrong, meant in (
+        ("TENSOR_MODEL_PARALLEL_SIZE", "TP"),
+        ("MAX_MEMROY", "MAX_MEMORY"),
+        ("MAXMEMORY", "MAX_MEMORY"),
+        ("PT", "TP"),
+        ("ETPP", "ETP"),
+    ):
+        with monkeypatch.context() as set_here:
+            set_here.setenv(f"MCKPT_{wrong}", "2")
+            refused(2, f"did you mean MCKPT_{meant}?", args=("inspect", src))
 
 
 def test_a_wrong_value_names_the_variable_or_option(
