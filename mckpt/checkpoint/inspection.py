@@ -31,8 +31,8 @@ LABELS = {
     "unit": "directory",
     "files": "files with weights",
     "objects": "entries that are not tensors",
-    "num_tensors": "tensors",
-    "bytes": "bytes of tensors",
+    "num_tensors": "stored tensors",
+    "bytes": "bytes of stored tensors",
     "mapping_file": "mapping file",
 }
 SHOWN = 40  # lines of tensors in the text form; --json has all

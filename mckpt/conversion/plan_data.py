@@ -316,7 +316,7 @@ class PlanData:
 
     def json(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
-        copies = self.joined.copies
+        copies, format = self.joined.copies, self.destination.format
         padding = sum(
             int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype)
             for s in self.layout.stored
@@ -341,7 +341,9 @@ class PlanData:
                 "format": self.target.format,
                 "parallel": str(self.target.parallel),
                 "mapping": self.facts["mapping"]["name"],
-                "tensors": sum(map(len, self.layout.stored)),
+                "tensors": self.layout.num_stored(
+                    by_file=format.megatron and not format.global_keys
+                ),
                 "files": [{"path": o.path, "bytes": o.size} for o in self.outputs],
                 "bytes": self.nbytes,
             },

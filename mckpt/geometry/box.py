@@ -139,6 +139,27 @@ class Layout:
             int(np.count_nonzero(np.bincount(np.concatenate(ids)))) for ids in places.values()
         )
 
+    def num_stored(self, by_file: bool) -> int:
+        """Returns the number of stored tensors: keys, each of which may have pieces for several
+        layers and in several files.
+
+        by_file: each file has tensors of its own, so that a key counts once in each.
+        """
+        places: dict[str, list[np.ndarray]] = {}
+        for s in self.stored:
+            numbers = np.zeros((len(s), 3), "i8")
+            for column, (values, counts) in enumerate(
+                (
+                    (s.layer, "{layer}" in s.key or "{mtp}" in s.key),
+                    (s.expert, "{expert}" in s.key),
+                    (s.file, by_file),
+                )
+            ):
+                if counts:
+                    numbers[:, column] = values
+            places.setdefault(s.key, []).append(numbers)
+        return sum(len(np.unique(np.concatenate(of), axis=0)) for of in places.values())
+
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides, in elements, of a dense tensor of this shape."""

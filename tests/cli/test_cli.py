@@ -385,7 +385,7 @@ def test_inspect_uses_plain_words(torch_dir, dist_dir, src):
     )
     text = good("inspect", dist_dir).out
     assert (
-        re.search(r"^bytes of tensors: \d+,\d{3}$", text, re.MULTILINE)
+        re.search(r"^bytes of stored tensors: \d+,\d{3}$", text, re.MULTILINE)
         and "num_tensors" not in text
     )
     assert "in 1 chunk\n" in text and "in 4 chunks\n" in text and "1 chunks" not in text

@@ -25,7 +25,7 @@ from mckpt.conversion.moving import RunSettings
 from mckpt.errors import UsageError
 from mckpt.wording import in_keywords
 from tests.helpers import tiny
-from tests.helpers.commands import hf, tree
+from tests.helpers.commands import good, hf, tree
 
 
 def test_open_reads_tensors_and_slices_of_every_format(src, torch_dir, dist_dir):
@@ -139,6 +139,18 @@ def test_python_plans_and_converts(src, torch_dir, tmp_path):
         package.plan(src, tmp_path / "e", dtype="int4")
     with pytest.raises(package.errors.DestinationError, match="--overwrite"):
         package.plan(torch_dir, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [({}, 11), ({"layer_keys": "per_layer"}, 35), ({"dtype": "fp32", "tp": 2, "pp": 2}, 11)],
+)
+def test_a_plan_counts_the_tensors_that_inspect_shows(src, tmp_path, options, stored):
+    plan = package.plan(src, tmp_path / "out", **options)
+    assert f": {stored} stored tensors, 6 files" in plan.summary()
+    plan.run()
+    said = good("inspect", tmp_path / "out").out
+    assert f"\nstored tensors: {stored}\n" in said
 
 
 @pytest.fixture
