@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 from mckpt import formats
 from mckpt.checkpoint.description import SourceOptions
-from mckpt.errors import SourceError, UsageError, shown
+from mckpt.errors import MckptError, SourceError, UsageError, counted, shown
 from mckpt.formats import foreign, places
 from mckpt.formats.base import Opened
 from mckpt.formats.hf_config import (
@@ -37,6 +39,10 @@ from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.files import read_file
 from mckpt.storage.manifest import Manifest, Recorded
 from mckpt.storage.staging import refuse_half_sent, unfinished
+
+
+# checkpoints that an error names, and directories among which it looks for them
+MOST_SHOWN, MOST_LOOKED_AT = 6, 200
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,32 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         return CheckpointFiles(local, options, directory, format.open(directory.path))
     if state := unfinished(local):
         raise SourceError(f"{local}: no checkpoint is here yet. {state}")
+    if below := _checkpoints_below(local):
+        raise SourceError(
+            f"{local}: is not a checkpoint, but has {counted(len(below), 'checkpoint')} below it;"
+            f" give {' or '.join(map(str, below[:MOST_SHOWN]))}"
+            + f" ({len(below) - MOST_SHOWN:,} more)"
+            * (len(below) > MOST_SHOWN)
+        )
     raise SourceError(
         f"{directory.path}: no checkpoint that mckpt knows: neither"
         f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}"
     )
+
+
+def _checkpoints_below(folder: Path) -> list[Path]:
+    """Returns the directories in a local directory that are checkpoints or save directories."""
+    if sparse_copy.of(folder) is not None:
+        return []
+    inner = itertools.islice((p for p in folder.iterdir() if p.is_dir()), MOST_LOOKED_AT)
+    return [path for path in sorted(inner) if _is_checkpoint(path)]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    with suppress(OSError, MckptError):
+        return (
+            is_save_directory(folder)
+            or formats.detect(folder, megatron=False) is not None
+            or formats.detect(folder, megatron=True) is not None
+        )
+    return False

@@ -121,6 +121,17 @@ def test_a_source_without_a_checkpoint_is_refused(tmp_path):
         )
 
 
+def test_the_checkpoints_below_a_directory_are_named(src, torch_dir, tmp_path):
+    (tmp_path / "demo/logs").mkdir(parents=True)
+    os.symlink(torch_dir, tmp_path / "demo/megatron")
+    args = ("megatron-to-hf", tmp_path / "demo", tmp_path / "out")
+    place = tmp_path / "demo"
+    text = f"{place}: is not a checkpoint, but has 1 checkpoint below it; give {place}/megatron"
+    refused(3, text, args=args, untouched=tmp_path)
+    os.symlink(src, tmp_path / "demo/hf")
+    refused(3, f"2 checkpoints below it; give {place}/hf or {place}/megatron", args=args)
+
+
 def test_a_vocabulary_of_too_many_rows_is_refused(made, tmp_path):
     args = ("hf-to-megatron", made["one"], tmp_path / "d", "--make-vocab-size-divisible-by", 10**26)
     refused(2, "more than 2,147,483,648 rows", "choose a smaller", args=args, untouched=tmp_path)
