@@ -40,7 +40,6 @@ from mckpt.storage.files import read_file
 from mckpt.storage.manifest import Manifest, Recorded
 from mckpt.storage.staging import refuse_half_sent, unfinished
 
-
 # checkpoints that an error names, and directories among which it looks for them
 MOST_SHOWN, MOST_LOOKED_AT = 6, 200
 
