@@ -1,6 +1,7 @@
 """The places at which two models are compared. Both sides use the same names.
 
-    embed                output of the embedding
+    embed                input of the first layer: the embedding, with learned positions if the
+                         model has them
     layers.{l}.attn      what the attention of layer l adds to the residual stream
     layers.{l}.mlp       what its mlp or experts add
     layers.{l}           the residual stream behind layer l (0 is the first)
@@ -57,8 +58,14 @@ class Recorder:
         self._hooks.append(hook)
 
     def input(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
-        """Calls `keep` with the module's first argument, each time it runs."""
-        self._hooks.append(module.register_forward_pre_hook(lambda _module, args: keep(args[0])))
+        """Calls `keep` with the module's first argument, or with its `hidden_states`, each time it
+        runs.
+        """
+
+        def first(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            keep(args[0] if args else named["hidden_states"])
+
+        self._hooks.append(module.register_forward_pre_hook(first, with_kwargs=True))
 
     def remove(self) -> None:
         for hook in self._hooks:

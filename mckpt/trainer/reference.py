@@ -234,8 +234,9 @@ def watch(model: Any, recorder: points.Recorder, parts: list[list[str]]) -> None
 
         return keep
 
-    recorder.output(model.get_input_embeddings(), state("embed"))
     layers = decoder_layers(model)
+    # not the output of the embedding, to which some models add positions, or which they scale
+    recorder.input(layers[0], state("embed"))
     places = list(enumerate(parts))
     if len(places) < len(layers):
         places = [(index, [name]) for index, names in places for name in names]

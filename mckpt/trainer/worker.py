@@ -167,7 +167,7 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
 
     for chunk in chunks:
         if chunk.pre_process:
-            recorder.output(chunk.embedding, state("embed"))
+            recorder.input(chunk.decoder, state("embed"))
         for module in chunk.decoder.layers:
             number = module.layer_number - 1
             # a layer of a hybrid model is one part of a layer of transformers

@@ -422,8 +422,10 @@ def feeds(name: str, point: str, tied: bool) -> bool:
     """Returns whether a logical tensor is used between the previous point and this one."""
     if point == "logits":
         return name.startswith("embed." if tied else "lm_head.")
-    if point in ("embed", "final_norm"):
-        return name.startswith(f"{point}.")
+    if point == "embed":
+        return name.startswith(("embed.", "positions."))
+    if point == "final_norm":
+        return name.startswith("final_norm.")
     layer, _, part = point.removeprefix("layers.").partition(".")
     inside = name.removeprefix(f"layers.{layer}.")
     if inside == name:

@@ -35,6 +35,9 @@ def test_a_model_of_an_unusual_class_is_verified(case: str, tmp_path: Path) -> N
     options = Options(device="cpu", sequences=1, length=64)
     (found,) = verify_all(tmp_path / case, [tmp_path / "out"], options)
     assert (found.verdict, found.reasons) == ("pass", [])
+    # the embedding is compared where learned positions are in it
+    first = found.facts["points"][0]
+    assert first["point"] == "embed" and first["difference"] <= first["tolerance"]
 
 
 def test_logits_agree_when_the_hugging_face_side_was_cast(
