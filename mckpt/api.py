@@ -420,14 +420,15 @@ def adapter_to_megatron(
     base: Source,
     dst: str | Path,
     *,
-    how: Literal["fused", "block", "canonical", "swift", "swift-block"] = "fused",
+    how: Literal["fused", "block", "canonical", "swift", "swift-block"] | None = None,
     **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
     """Writes an adapter (LoRA) of PEFT as Megatron-Bridge or ms-swift saves its own, and returns
     the content of mckpt.json.
 
     base: describes the model; of its weights only the headers are read.
-    how: how linears that pack several weights are adapted (docs/adapters.md).
+    how: how linears that pack several weights are adapted (docs/adapters.md); None: fused, or
+        canonical if only that can hold the factors.
 
     The other keywords are those of `convert`. Raises SourceError for an adapter that does not fit
     the base, UsageError for one that the adapters of Megatron-Bridge or ms-swift cannot express,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from mckpt.adapters import factors
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
 from mckpt.adapters.factors import A, AdapterNames, Member, Module, Place, name_of
 from mckpt.adapters.peft import NOT_FINITE, PeftAdapter, is_adapter, open_adapter, rules
-from mckpt.adapters.peft_writing import PEFT, config, lay_out
+from mckpt.adapters.peft_writing import PEFT, Adapted, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
@@ -52,6 +52,7 @@ from mckpt.values import dtypes
 
 _SECTION = re.compile(rb"^peft:.*\n(?:[ -].*\n)*", re.MULTILINE)  # of run_config.yaml
 LAYOUTS = ("fused", "block", "canonical", "swift", "swift-block")
+EQUAL = "equals the factor A of another weight of its linear, of which Megatron has one"
 
 
 @contextmanager
@@ -91,7 +92,7 @@ def plan_megatron(
     source: AdapterCheckpoint,
     dst: str | Path,
     target: TargetOptions,
-    how: str = "fused",
+    how: str | None = None,
     *,
     base: Checkpoint | None = None,
     overwrite: bool = False,
@@ -101,9 +102,10 @@ def plan_megatron(
     """Returns the plan that writes the factors of `source` as a checkpoint of Megatron's adapters,
     with the weights if `source` has them beside its factors.
 
-    how: one of LAYOUTS. base: describes the model; None: `source` itself does.
+    how: one of LAYOUTS; None: fused, or canonical if only that can hold the factors.
+    base: describes the model; None: `source` itself does.
     """
-    if how not in LAYOUTS:
+    if how not in (None, *LAYOUTS):
         raise UsageError(f"layout is {how!r}, and must be {', '.join(LAYOUTS)}")
     place = {"overwrite": overwrite, "update_tracker": update_tracker, "helps": helps}
     if (weights := source.base) is not None:
@@ -113,7 +115,7 @@ def plan_megatron(
                 " optimizer's state of such a checkpoint; give --no-optimizer"
             )
         return make_plan(weights, dst, target, **place, adapters=partial(beside, source, how))
-    format, swift = formats.get(target.format), how.startswith("swift")
+    format, swift = formats.get(target.format), (how or "").startswith("swift")
     again = base is None
     if swift:
         _refuse_swift(source, target, format)
@@ -145,7 +147,8 @@ def plan_megatron(
             choices={**decided.names.choices, "layers": args.layers},
         ),
     )
-    names, members = _named(source, decided, how)
+    how, told_of = _layout_for(source, decided, how)
+    names, members, equal = _named(source, decided, how)
     kinds = _kinds(source, names, target.dtype)
     kinds |= {name: kind for name, kind in decided.dtypes.items() if is_state(name)}
     distributed, groups, scalers = True, list[list[dict[str, Any]]](), list[Scaler]()
@@ -155,7 +158,7 @@ def plan_megatron(
         groups, scalers = _optimizer_entries(source, names, decided)
         look = source.opened.format.readable and not helps
         state = optimizer.facts(source, look)
-    common, remarks = args.common, list[str]()
+    common, remarks = args.common, told_of
     if swift:
         common, told = _swift_args(common, names, source.scale * names.rank)
         remarks.append(f"ms-swift loads it with --mcore_adapter {dst} {told}")
@@ -173,7 +176,7 @@ def plan_megatron(
             scalers,
         )
     )
-    held, layout = _placed(source, names, laid, members)
+    held, layout = _placed(source, names, laid, members, equal)
     source = replace(source, held=held, has_states=False)
     config = [] if swift else _run_config(decided, names, how, source.scale)
     files = [*outputs, *config]
@@ -205,28 +208,28 @@ def plan_megatron(
 
 def _named(
     source: AdapterCheckpoint, decided: Decided, how: str, whole: bool = False
-) -> tuple[AdapterNames, dict[Place, Member]]:
-    """Returns the names of the adapters of a new checkpoint, and the place of the factors of each
-    weight in those of its module.
+) -> tuple[AdapterNames, dict[Place, Member], set[Place]]:
+    """Returns the names of the adapters of a new checkpoint, the place of the factors of each
+    weight in those of its module, and the factors A that equal another one of their module.
 
     whole: the weights are in the checkpoint as well. Raises UsageError for factors that adapters of
     Megatron-Bridge cannot have.
     """
     places = factors.weights_in(source.layout)
-    own, swift = decided.names, how.startswith("swift")
-    names = AdapterNames(
-        own.mapping,
-        own.dims,
-        own.choices,
-        own.parallel,
-        weights=frozenset(place[0] for place in places),
-        program="swift" if swift else "megatron",
-        canonical=how == "canonical",
-        dora=_has_magnitudes(source),
-        mtp=any(layer >= decided.names.dims["num_layers"] for _, layer, _ in places),
-        whole=whole,
-    )
-    members, rank = _members(source, names.modules, places, how)
+    swift = how.startswith("swift")
+    names = _names_of(source, decided, how, whole)
+    equal, apart = set[Place](), list[str]()
+    if not (block := "block" in how):
+        equal, apart = _alike(source, names.modules, places)
+    if apart:
+        raise UsageError.of(
+            f"{source.path}: an adapter of Megatron has one factor A for all weights that a linear"
+            " packs, and here they differ:",
+            apart,
+            f"Give --layout {'swift-' * swift}block, whose adapters have the sum of their ranks and"
+            " compute the same.",
+        )
+    members, rank = _members(names.modules, places, block)
     _refuse_homeless(places, names)
     names = replace(names, rank=rank)
     if names.dora:
@@ -241,7 +244,51 @@ def _named(
             f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
             " factor A of most linears along the rank; choose a tp that divides it"
         )
-    return names, members
+    return names, members, equal
+
+
+def _names_of(
+    source: AdapterCheckpoint, decided: Decided, how: str, whole: bool = False
+) -> AdapterNames:
+    """Returns the names of the adapters of a new checkpoint, whose rank is not known yet."""
+    own, places = decided.names, factors.weights_in(source.layout)
+    return AdapterNames(
+        own.mapping,
+        own.dims,
+        own.choices,
+        own.parallel,
+        weights=frozenset(place[0] for place in places),
+        program="swift" if how.startswith("swift") else "megatron",
+        canonical=how == "canonical",
+        dora=_has_magnitudes(source),
+        mtp=any(layer >= own.dims["num_layers"] for _, layer, _ in places),
+        whole=whole,
+    )
+
+
+def _layout_for(
+    source: AdapterCheckpoint, decided: Decided, how: str | None
+) -> tuple[str, list[str]]:
+    """Returns the layout that the user names, or the one that can hold the factors: canonical, if
+    weights of one linear have different factors A and it has a place for each. Notes say so.
+    """
+    if how is not None:
+        return how, []
+    if _has_magnitudes(source):
+        return "fused", []  # CanonicalLoRA has none
+    places = factors.weights_in(source.layout)
+    _, apart = _alike(source, _names_of(source, decided, "fused").modules, places)
+    if not apart:
+        return "fused", []
+    with suppress(UsageError):  # a linear for whose parts CanonicalLoRA has no adapters
+        if not _alike(source, _names_of(source, decided, "canonical").modules, places)[1]:
+            first = apart[0].partition(": ")[2]
+            note = (
+                f"--layout canonical (CanonicalLoRA), because {first} have factors A of their own"
+                f"{f', and {len(apart) - 1} more' * (len(apart) > 1)}"
+            )
+            return "canonical", [note]
+    return "fused", []
 
 
 def _kinds(source: AdapterCheckpoint, names: AdapterNames, asked: str | None) -> dict[str, str]:
@@ -264,41 +311,55 @@ class _Held:
         return carried.joined(base, self.held)
 
 
-def beside(source: AdapterCheckpoint, how: str, decided: Decided) -> Beside:
+def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Beside:
     """Returns the factors of `source` as adapters beside the weights of a new checkpoint.
 
-    how: one of LAYOUTS.
+    how: one of LAYOUTS; None: fused, or canonical if only that can hold the factors.
     """
+    how, remarks = _layout_for(source, decided, how)
     if how.startswith("swift"):
         raise UsageError(
             f"--layout {how}: ms-swift keeps adapters without the weights; write them with `mckpt"
             " adapter to-megatron`"
         )
-    names, members = _named(source, decided, how, whole=True)
+    names, members, equal = _named(source, decided, how, whole=True)
     kinds = _kinds(source, names, decided.target.dtype)
     facts = {**_facts(how, names, source.scale), "beside": True}
 
     def placed(laid: Layout) -> tuple[Checkpoint, Layout]:
         weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
-        held, layout = _placed(source, names, factors.kept(laid, kinds), members)
+        held, layout = _placed(source, names, factors.kept(laid, kinds), members, equal)
         moved = replace(decided.moved, merging=_Held(source.path, held, facts))
         stored, shapes = [*weights.stored, *layout.stored], {**weights.shapes, **layout.shapes}
         return moved, replace(laid, stored=stored, shapes=shapes)
 
     # Megatron-LM's own programs would leave out the adapters, and get no launch line
     known = structs.replace(
-        decided, names=names, dtypes={**decided.dtypes, **kinds}, has_args=False
+        decided,
+        names=names,
+        dtypes={**decided.dtypes, **kinds},
+        has_args=False,
+        notes=[*decided.notes, *remarks],
     )
     return Beside(known, placed, _run_config(decided, names, how, source.scale), facts)
 
 
 def _placed(
-    source: AdapterCheckpoint, names: AdapterNames, laid: Layout, members: Mapping[Place, Member]
+    source: AdapterCheckpoint,
+    names: AdapterNames,
+    laid: Layout,
+    members: Mapping[Place, Member],
+    equal: Collection[Place],
 ) -> tuple[Layout, Layout]:
-    """Returns the factors of `source`, and their places in a layout of the names of `names`."""
+    """Returns the factors of `source`, and their places in a layout of the names of `names`.
+
+    equal: factors A that equal another one of their module, which are left out and listed as
+    ignored. All others must have a place: the join of both layouts proves it.
+    """
     layout = factors.placed(laid, names.modules, members)
-    layout = replace(layout, shapes=dict(source.layout.shapes))
-    held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
+    held = factors.without(source.layout, equal, EQUAL)
+    if source.named is not None:  # which stores one factor A for all of them
+        held = replace(held, ignored=source.layout.ignored)
     return held, replace(layout, shapes=dict(held.shapes))
 
 
@@ -320,11 +381,10 @@ def into_model(
             f" of the model's adapters by {scale:g}; wrap the model with the alpha"
             f" {source.scale * names.rank:g}"
         )
-    try:
-        how = "canonical" if names.canonical else "fused"
-        members, rank = _members(source, names.modules, places, how)
-    except UsageError:  # weights of one module have different factors A
-        members, rank = _members(source, names.modules, places, "block")
+    equal, apart = _alike(source, names.modules, places)
+    if apart:
+        equal = set()
+    members, rank = _members(names.modules, places, bool(apart))
     if rank > names.rank:
         raise UsageError(
             f"{where}: its factors need adapters of the rank {rank}, and those of the model"
@@ -344,7 +404,7 @@ def into_model(
             without,
             "Wrap the modules only that the adapter changes.",
         )
-    held, layout = _placed(source, names, laid, members)
+    held, layout = _placed(source, names, laid, members, equal)
     _refuse_shared(source, layout, where)
     return held, layout
 
@@ -426,69 +486,75 @@ def _facts(how: str, names: AdapterNames, scale: float) -> dict[str, Any]:
 
 
 def _members(
-    source: AdapterCheckpoint, modules: list[Module], places: Mapping[Place, int], how: str
+    modules: list[Module], places: Mapping[Place, int], block: bool
 ) -> tuple[dict[Place, Member], int]:
     """Returns the place of the factors of each weight in those of its module, and the rank of all
     modules.
 
-    Raises UsageError if weights of one module have different factors A and `how` requires one.
+    block: the factors of the weights of a module lie one after the other along the rank; else all
+    of them have the factor A of the first.
     """
     members: dict[Place, Member] = {}
-    apart: list[str] = []
-    block = "block" in how
     for module in modules:
-        b = module.bound
-        layers, experts = b.instances()
-        for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
-            there = [name for name in module.of if (name, layer, expert) in places]
+        for layer, expert in _instances(module):
             first = 0
-            for number, name in enumerate(there):
+            for number, name in enumerate(_adapted_of(module, layer, expert, places)):
                 own = places[name, layer, expert]
                 members[name, layer, expert] = Member(name, own, first, block or not number)
                 first += own if block else 0
-            if (
-                how in ("fused", "swift")
-                and len(there) > 1
-                and not _same(source, there, layer, expert, places)
-            ):
-                apart.append(
-                    f"{module.stem.rstrip('.')}, layer {layer}: "
-                    + ", ".join(name.format(layer=layer, expert=expert) for name in there)
-                )
-    if apart:
-        apart_or = "--layout canonical, which keeps them apart (CanonicalLoRA), or "
-        fused = how == "fused"
-        apart_or *= fused and not _has_magnitudes(source)
-        raise UsageError.of(
-            f"{source.path}: an adapter of Megatron's LoRA has one factor A for all weights that a"
-            " linear packs, and here they differ:",
-            apart,
-            f"Give {apart_or}--layout {'' if fused else 'swift-'}block, whose adapters have the sum"
-            " of their ranks and compute the same.",
-        )
-    rank = max(member.first + member.rank for member in members.values())
+    rank = max((member.first + member.rank for member in members.values()), default=1)
     return members, rank
 
 
-def _same(
+def _instances(module: Module) -> Iterator[tuple[int, int]]:
+    """Yields the (layer, expert) of the adapters of a module."""
+    layers, experts = module.bound.instances()
+    yield from zip(layers.tolist(), experts.tolist(), strict=True)
+
+
+def _adapted_of(module: Module, layer: int, expert: int, places: Mapping[Place, int]) -> list[str]:
+    """Returns the weights of one adapter of a module that have factors."""
+    return [name for name in module.of if (name, layer, expert) in places]
+
+
+def _alike(
+    source: AdapterCheckpoint, modules: Iterable[Module], places: Mapping[Place, int]
+) -> tuple[set[Place], list[str]]:
+    """Compares the factors A of the weights of each module. Returns those that equal the one of the
+    first weight, bit for bit, and texts that name the adapters of which others differ.
+    """
+    equal, apart = set[Place](), list[str]()
+    for module in modules:
+        for layer, expert in _instances(module):
+            there = _adapted_of(module, layer, expert, places)
+            same = _equal(source, there, layer, expert, places)
+            equal |= same
+            if len(same) < len(there[1:]):
+                names = ", ".join(name.format(layer=layer, expert=expert) for name in there)
+                apart.append(f"{module.stem.rstrip('.')}, layer {layer}: {names}")
+    return equal, apart
+
+
+def _equal(
     source: AdapterCheckpoint,
     names: list[str],
     layer: int,
     expert: int,
     places: Mapping[Place, int],
-) -> bool:
-    """Returns whether the factors A of some weights are equal bit for bit."""
-    read = [
-        source[name_of(name, A, places[name, layer, expert]).format(layer=layer, expert=expert)]
-        for name in names
-    ]
+) -> set[Place]:
+    """Returns the factors A of some weights that equal the one of the first, bit for bit."""
+    at = [(name_of(name, A, places[name, layer, expert]), layer, expert) for name in names]
+    read = [source[name.format(layer=layer, expert=expert)] for name, *_ in at]
+    if len(read) < 2:
+        return set()
     first = read[0].numpy()
-    return all(
-        one.shape == read[0].shape
+    return {
+        place
+        for place, one in zip(at[1:], read[1:], strict=True)
+        if one.shape == read[0].shape
         and one.dtype == read[0].dtype
-        and bool(np.array_equal(one.numpy(), first))
-        for one in read[1:]
-    )
+        and np.array_equal(one.numpy(), first)
+    }
 
 
 def _of_experts(module: Module) -> bool:
@@ -670,14 +736,39 @@ def peft_form(source: AdapterCheckpoint) -> PeftForm:
     places = factors.weights_in(source.layout)
     dora = _has_magnitudes(source)
     layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), dora)
-    held = factors.kept(source.layout, {p.tensor for s in layout.stored for p in s.pieces})
-    layout = replace(layout, shapes=dict(held.shapes))
+    source = replace(source, held=_without_equal(source, adapted, places))
+    layout = replace(layout, shapes=dict(source.layout.shapes))
     content = config(adapted, names, source.scale * max(places.values()), dora)
     remarks = [
         "layers of multi-token prediction have adapters, and no model of transformers has these"
         " layers, so PEFT does not load their factors"
     ] * any(one.bound.rule.mtp for one in adapted)
-    return PeftForm(replace(source, held=held), names, layout, outputs, content, remarks)
+    return PeftForm(source, names, layout, outputs, content, remarks)
+
+
+def _without_equal(
+    source: AdapterCheckpoint, adapted: Sequence[Adapted], places: Mapping[Place, int]
+) -> Layout:
+    """Returns the factors of `source` but those A that equal the one that their module of PEFT has.
+
+    Raises UsageError for weights of one module of PEFT whose factors A differ.
+    """
+    apart: list[str] = []
+    same: set[Place] = set()
+    for one in adapted:
+        for expert in one.experts if len(one.there) > 1 else ():
+            found = _equal(source, one.there, one.layer, expert, places)
+            if len(found) < len(one.there[1:]):
+                apart.append(f"{one.key}, expert {expert}" if len(one.experts) > 1 else one.key)
+            same |= found
+    if apart:
+        raise UsageError.of(
+            f"{source.path}: a module of PEFT has one factor A, and the adapters of the weights"
+            " that these modules pack have different ones:",
+            apart,
+            "Merge the adapter with `mckpt adapter merge` instead.",
+        )
+    return replace(factors.without(source.layout, same, EQUAL), ignored=source.layout.ignored)
 
 
 def plan_peft(

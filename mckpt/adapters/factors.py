@@ -383,6 +383,27 @@ def kept(layout: Layout, names: Iterable[str]) -> Layout:
     return replace(layout, stored=stored, shapes=shapes)
 
 
+def without(layout: Layout, places: Collection[Place], why: str) -> Layout:
+    """Returns a layout without the factors at these places and their states, which it lists as
+    ignored, with the reason.
+    """
+    stored, ignored = [], dict(layout.ignored)
+    left_out = {template for template, _, _ in places}
+    for s in layout.stored:
+        factors = {p.tensor.partition("@")[0] for p in s.pieces}
+        if left_out.isdisjoint(factors):
+            stored.append(s)
+            continue
+        (factor,) = factors
+        at = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
+        kept = np.array([(factor, *one) not in places for one in at])
+        part = {one: getattr(s, one)[kept] for one in ("layer", "expert", "file", "at")}
+        stored.append(replace(s, **part))
+        for layer, expert in (one for one, keep in zip(at, kept, strict=True) if not keep):
+            ignored[s.pieces[0].tensor.format(layer=layer, expert=expert)] = why
+    return replace(layout, stored=[s for s in stored if len(s)], ignored=ignored)
+
+
 def weights_in(layout: Layout) -> dict[Place, int]:
     """Returns the weights that the factors of a layout adapt, and the rank of each."""
     found: dict[Place, int] = {}

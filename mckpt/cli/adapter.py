@@ -164,7 +164,7 @@ def to_megatron(
     source = of_peft(peft.open_adapter(adapter), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
-    make = partial(converting.plan_megatron, how=how or "fused", base=described)
+    make = partial(converting.plan_megatron, how=how, base=described)
     if outcome := convert.carry_out(source, dst, target, options, make):
         outcome.show(options["as_json"])
 

@@ -185,9 +185,10 @@ adapter_layout_option = conversion_option(
     "--layout",
     "how",
     type=click.Choice(["fused", "block", "canonical", "swift", "swift-block"]),
-    help="How linears that pack several weights (q, k and v; gate and up) are adapted. fused, the"
-    " default: by one adapter, whose factor A all of them share. block: by one adapter with the sum"
-    " of their ranks, which computes the same. canonical: each by its own adapter (CanonicalLoRA)."
+    help="How linears that pack several weights (q, k and v; gate and up) are adapted. fused: by"
+    " one adapter, whose factor A all of them share. canonical: each by its own adapter"
+    " (CanonicalLoRA). block: by one adapter with the sum of their ranks, which computes the same."
+    " Without it, fused, or canonical if the weights have different factors A."
     " swift, swift-block: as fused and block, in the form of ms-swift instead of Megatron-Bridge,"
     " without the weights.",
 )
@@ -483,7 +484,7 @@ def with_adapter(
     found = peft.open_adapter(adapter)
     if merges:
         return merging.merge(source, found), None
-    beside = partial(converting.beside, of_peft(found, source), how or "fused")
+    beside = partial(converting.beside, of_peft(found, source), how)
     return source, partial(planning.make_plan, adapters=beside)
 
 

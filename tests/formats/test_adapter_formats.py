@@ -17,6 +17,9 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +277,13 @@ def test_a_rank_file_of_the_fused_layout(tmp_path: Path) -> None:
 
 def test_adapters_that_megatron_cannot_hold(tmp_path: Path) -> None:
     convert = ("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "there")
-    refused(2, "Give --layout canonical", "--layout block", args=convert, untouched=convert[-1])
+    refused(
+        2,
+        "here they differ",
+        "Give --layout block",
+        args=(*convert, "--layout", "fused"),
+        untouched=convert[-1],
+    )
     refused(
         2,
         "is not divisible by tp 4",
@@ -289,6 +298,130 @@ def test_adapters_that_megatron_cannot_hold(tmp_path: Path) -> None:
     stored = lora.factors(weights, [up]) | {"lm_head.weight": weights["lm_head.weight"]}
     other = lora.save(tmp_path / "b", stored)
     refused(2, "whole tensors", args=("adapter", "to-megatron", other, QWEN3, convert[-1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        (("--layout", "canonical"), ""),
+        (("--layout", "canonical", "--format", "torch"), ""),
+        (("--sequential-experts",), ""),
+        (("--sequential-experts", "--format", "torch"), "canonical"),
+        (("--layout", "block", "--tp", 2), "block"),
+    ],
+)
+def test_experts_whose_gate_and_up_have_factors_of_their_own(
+    options: tuple[Any, ...], layout: str, experts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """CanonicalLoRA has one adapter for gate and up of grouped experts, which cannot hold both
+    factors A. The sums of products are compared by numpy.
+    """
+    base, adapter = experts
+    there, back = tmp_path / "there", tmp_path / "back"
+    for convert in (
+        ("adapter", "to-megatron", adapter, base, there),
+        ("hf-to-megatron", base, there, "--adapter", adapter),
+    ):
+        if not layout:
+            refused(2, "here they differ", "Give --layout block", args=(*convert, *options))
+            assert not there.exists()
+            continue
+        good(*convert, *options, "--overwrite")
+        good("adapter", "to-hf", there, back, "--overwrite")
+        config = json.loads((back / "adapter_config.json").read_text())
+        scale, mine = config["lora_alpha"] / config["r"], lora.tensors(back)
+        for module in adapters.modules(base, *config["target_modules"]):
+            expected = lora.product(lora.tensors(adapter), module, 2)
+            assert (lora.product(mine, module, scale) == expected).all(), module
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Returns a mixture of experts, and an adapter with factors of its own for every matrix."""
+    work = tmp_path_factory.mktemp("experts")
+    base = tiny.tiny_random("qwen3-moe", work / "base", num_hidden_layers=2, num_experts=4)
+    shapes = adapters.modules(base, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    made = adapters.factors(shapes, shared=False)
+    return base, adapters.write(work / "adapter", made)
+
+
+def _without(change: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Returns a fault that loses some stored tensors of a layout."""
+
+    def fault(layout: Any) -> Any:
+        kept = [s for s in layout.stored if not change(s)]
+        assert len(kept) < len(layout.stored)
+        return replace(layout, stored=kept)
+
+    return fault
+
+
+def _each(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
+    """Returns a fault of the places of members, and of their rank."""
+    return lambda found: (dict(change(*one) for one in found[0].items()), found[1])
+
+
+FAULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "the factors A of up are not read": (
+        "checkpoint._layout_of",
+        _without(lambda s: "up.weight:lora_A" in s.key),
+    ),
+    "a factor of the source is read twice": (
+        "checkpoint._layout_of",
+        lambda layout: replace(layout, stored=[*layout.stored, layout.stored[0]]),
+    ),
+    "a factor A has no place": (
+        "converting._members",
+        _each(lambda place, m: (place, m._replace(has_a=m.has_a and "k." not in place[0]))),
+    ),
+    "an expert is left out": (
+        "converting._members",
+        lambda found: ({p: m for p, m in found[0].items() if p[2] != 1}, found[1]),
+    ),
+    "layers are shifted": (
+        "converting._members",
+        _each(lambda place, m: ((place[0], place[1] + 1, place[2]), m)),
+    ),
+    "factors of one module overlap": (
+        "converting._members",
+        _each(lambda place, m: (place, m._replace(first=0))),
+    ),
+    "a factor lies beyond the rank": (
+        "converting._members",
+        _each(lambda place, m: (place, m._replace(first=m.first + 1))),
+    ),
+    "the rank is too small": ("converting._members", lambda found: (found[0], found[1] - 2)),
+    "the tensors of one rank are lost": ("factors.placed", _without(lambda s: 1 in s.file)),
+    "one side of all factors is lost": (
+        "factors.placed",
+        _without(lambda s: s.key.endswith("linear_out.weight")),
+    ),
+    "rows of a factor begin too late": (
+        "factors._of_member",
+        lambda piece: piece and piece._replace(start=piece.start + 1),
+    ),
+    "a factor is written as that of another weight": (
+        "factors._of_member",
+        lambda piece: piece and piece._replace(tensor=piece.tensor.replace(".k.", ".v.")),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_plan_of_an_adapter_refuses_faults(
+    fault: str, experts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every element of each factor is used, and every element of the target is written once."""
+    base, adapter = experts
+    convert = ("adapter", "to-megatron", adapter, base, tmp_path / "there")
+    convert = (*convert, "--layout", "block", "--format", "torch", "--tp", 2)
+    good(*convert, "--dry-run")
+    place, change = FAULTS[fault]
+    module, _, name = place.partition(".")
+    module = f"mckpt.adapters.{module}"
+    original = getattr(import_module(module), name)
+    monkeypatch.setattr(f"{module}.{name}", lambda *args: change(original(*args)))
+    refused(5, "would not use each source element", args=convert, untouched=convert[4])
 
 
 def test_alpha_is_never_guessed(bridge: Path, tmp_path: Path) -> None:
@@ -391,7 +524,8 @@ def test_weights_beside_their_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["block", "canonical"])
 def test_an_adapter_is_written_beside_the_weights(layout: str, tmp_path: Path) -> None:
     convert = ("hf-to-megatron", QWEN3, tmp_path / "a", "--adapter", ADAPTER)
-    refused(2, "Give --layout canonical", args=convert, untouched=tmp_path / "a")
+    said = good(*convert, "--dry-run").out
+    assert "--layout canonical (CanonicalLoRA), because layers.0.attn.q.weight" in said
     convert = (*convert, "--layout", layout, "--tp", 2)
     assert "filled factors and padding of the vocabulary" in good(*convert, "--dry-run").out
     good(*convert, "--pp", 2)
