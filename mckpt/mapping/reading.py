@@ -82,6 +82,10 @@ _INNER: dict[str, type] = {
     "logical": Node,
     "dialects": Node,
 }
+_RULES = ("tensors", "objects")
+_NESTED = ("blocks", "groups")  # sections whose entries have _RULES of their own
+# sections in which a null must remove an entry of the files that this one extends
+_REMOVABLE = ("dims", *_RULES, *_NESTED, "inexact", "refuse")
 # what a file that extends another does not take over from it
 _OWN = ("models", "special", "architectures", "default")
 # what a conversion supplies to the expressions of a dialect
@@ -147,6 +151,8 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
         added = (above.get("dialects") or {}).get(name) or Node()
         _check_sections(added)
         root, digest = merge(root, added), digest_of(digest + above_digest)
+    if useless := list(_useless_nulls(root)):
+        raise MappingError.of(f"{path}: has mistakes:", useless)
     return _read(path, root, digest, of_user, inert_keys() if kind == KINDS[0] else frozenset())
 
 
@@ -207,6 +213,25 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
             part.pop(own, None)
         merged, digests = merge(merged, part), digests + part_digest
     return merge(merged, node), digest_of(digests + digest) if digests else digest
+
+
+def _useless_nulls(root: Node, sections: Iterable[str] = _REMOVABLE) -> Iterator[str]:
+    """Yields a problem for each null that is left after a file was merged with those that it
+    extends: they have no entry that it removes.
+    """
+    for section in sections:
+        node = root.get(section)
+        if not isinstance(node, Node):  # not there, or a mistake that `_read` reports
+            continue
+        named = [str(key) for key, value in node.items() if value is not None]
+        for key, value in node.items():
+            if value is None:
+                yield (
+                    f"{node.lines[key]}: {key}: null removes nothing, because no file that this one"
+                    f" extends has this key under {section}{nearest(str(key), named)}"
+                )
+            elif section in _NESTED and isinstance(value, Node):
+                yield from _useless_nulls(value, _RULES)
 
 
 def _check_sections(node: Node) -> None:

@@ -92,6 +92,21 @@ BROKEN: dict[str, tuple[str, str]] = {
         "dims:\n  head_dim: {key: 1.5}\n",
         r"my\.yaml:2: the key of head_dim is a text or a list of texts: 1\.5",
     ),
+    "a null of a misspelt tensor": (
+        (
+            "extends: qwen3\nblocks:\n  model.layers.{layer}.:\n    tensors:\n"
+            "      self_attn.q_prj.weight: null\n"
+        ),
+        r"my\.yaml:5: self_attn\.q_prj\.weight: null removes nothing.* nearest.*\.\{q,k,v\}_proj",
+    ),
+    "a null in a block of its own": (
+        "extends: qwen3\nblocks:\n  foo.:\n    tensors: {a.weight: null}\n",
+        r"my\.yaml:4: a\.weight: null removes nothing",
+    ),
+    "a null of a dim that no parent has": (
+        "extends: llama\ndims:\n  attn_gate: null\n",
+        r"my\.yaml:3: attn_gate: null removes nothing, because .* this key under dims",
+    ),
     "a list of other things": (
         "notes: [a, {b: c}]\n",
         r"my\.yaml:1: notes holds texts, not \{'b': 'c'\}",
@@ -255,6 +270,13 @@ def test_the_error_of_a_broken_file_names_the_line(what: str, tmp_path: Path) ->
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(MappingError, match=message):
         mapping.load("hf", str(path))
+
+
+def test_a_null_that_removes_nothing_from_a_dialect_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("extends: llama\ndialects:\n  gpt:\n    tensors:\n      embd.weight: null\n")
+    with pytest.raises(MappingError, match=r"my\.yaml:5: embd\.weight: null removes nothing"):
+        mapping.dialect_for(own=str(path))
 
 
 def test_a_date_is_a_text(tmp_path: Path) -> None:
