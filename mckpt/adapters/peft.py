@@ -19,6 +19,7 @@ from mckpt.formats.hf_files import read_bin
 from mckpt.geometry.box import row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping.nodes import FOLDER, Node, parse
+from mckpt.mapping.patterns import Pattern, PatternError, pattern
 from mckpt.storage.descriptors import pread
 from mckpt.storage.files import opened
 from mckpt.values.adding import FACTORS, Factor
@@ -33,7 +34,7 @@ NOT_FINITE = (
 )
 BLOCK_NUMEL = 1 << 20  # values that are checked at a time
 KIND = ("name", "rank", "stored_rank", "scale", "dtype", "modules")  # of modules that are alike
-LARGEST_ALPHA = float(2**31)  # so that scales are finite in float32
+LARGEST = 2**31  # alpha and rank, so that scales are finite in float32
 
 
 @functools.cache
@@ -152,10 +153,16 @@ class PeftAdapter:
         weight = f".{module}.weight"
         if any(weight.endswith(f".{one}") for one in self.config.get("target_parameters") or ()):
             module = weight.removeprefix(".")  # PEFT matches the path of such a parameter
-        for pattern, value in patterns.items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return value
-        return default
+        try:
+            matching = (value for key, value in patterns.items() if _of_key(key).match(module))
+            return next(matching, default)
+        except PatternError as e:
+            raise SourceError(f"{self.path / ADAPTER[0]}: {name}: {e}") from None
+
+
+def _of_key(key: str) -> Pattern:
+    """Returns the expression that PEFT makes of a key of rank_pattern or alpha_pattern."""
+    return pattern(rf"(.*\.)?({key})$")
 
 
 def _read(fd: int, file: int, at: int, nbytes: int) -> bytes:
@@ -235,33 +242,33 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
     listed = config.get("target_parameters") or []
     if not (isinstance(listed, list) and all(isinstance(one, str) for one in listed)):
         wrong.append(f"target_parameters is {listed!r:.60}, and must be a list of names")
-    for name, pattern, read, wanted in (
-        ("r", "rank_pattern", _is_rank, "a whole number of at least 1"),
+    for name, patterned, read, wanted in (
+        ("r", "rank_pattern", _is_rank, f"a whole number from 1 to {LARGEST}"),
         ("lora_alpha", "alpha_pattern", is_alpha, "a finite number that is not 0"),
     ):
-        patterns = config.get(pattern) or {}
+        patterns = config.get(patterned) or {}
         if not isinstance(patterns, dict):
-            wrong.append(f"{pattern} is {patterns!r:.60}, and must be an object")
+            wrong.append(f"{patterned} is {patterns!r:.60}, and must be an object")
             patterns = {}
         given = {name: config.get(name, 8)}
-        for key, value in (given | {f"{pattern}[{k!r}]": v for k, v in patterns.items()}).items():
+        for key, value in (given | {f"{patterned}[{k!r}]": v for k, v in patterns.items()}).items():
             if not read(value):
                 wrong.append(f"{key} is {value!r:.60}, and must be {wanted}")
         for key in patterns:
             try:
-                re.compile(key)
-            except re.error as e:
-                wrong.append(f"{pattern}[{key!r:.60}]: is not a regular expression: {e}")
+                _of_key(key)
+            except PatternError as e:
+                wrong.append(f"{patterned}[{key!r:.60}]: {e}")
     return wrong
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
 def is_alpha(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 < abs(value) <= LARGEST_ALPHA
+    return number and 0 < abs(value) <= LARGEST
 
 
 def _sorted(root: Path, entries: Entries) -> tuple[dict[str, dict[str, int]], dict[str, int]]:

@@ -12,12 +12,12 @@ quant_method compressed-tensors   X.weight, X.weight_scale          fp8, also in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from mckpt.mapping.patterns import PatternError, pattern
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import (
     ALONE,
@@ -125,7 +125,7 @@ NONE = 3  # _match of a module that no target names
 def _match(targets: Iterable[str], module: str) -> int:
     """Returns 0 if a target is the module, 1 if a pattern matches it, 2 for a class, else NONE."""
     how = [
-        (1 if re.match(target[3:], module) else NONE)
+        (1 if pattern(target[3:]).match(module) else NONE)
         if target.startswith("re:")
         else (0 if target == module else 2 if target == "Linear" else NONE)
         for target in targets
@@ -296,16 +296,14 @@ def _compressed_tensors(how: dict[str, Any]) -> Quantisation:
 
 
 def _is_target(target: Any) -> bool:
-    """Returns whether a target is a name, or a valid pattern that is matched in a short time: it
-    repeats no group, and at most four things.
-    """
+    """Returns whether a target is a name, or `re:` and an expression that can be matched."""
     if not isinstance(target, str) or not target.startswith("re:"):
         return isinstance(target, str)
     try:
-        re.compile(target)
-    except (re.error, OverflowError, RecursionError):
+        pattern(target[3:])
+    except PatternError:
         return False
-    return not re.search(r"\)[*+{]", target) and len(re.findall("[*+{]", target)) <= 4
+    return True
 
 
 def _scheme(group: dict[str, Any], form: Any) -> Scheme | str:

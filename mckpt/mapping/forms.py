@@ -8,13 +8,13 @@ tensors of the larger model are carried unchanged because Megatron's model does 
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
 from mckpt.mapping.nodes import Node
+from mckpt.mapping.patterns import Pattern, pattern
 
 _VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:[.+-]\w+)*")
 
@@ -92,7 +92,7 @@ class Form(NamedTuple):
 
     def carries(self, key: str) -> bool:
         """Returns whether the tensor with this stored key is carried unchanged."""
-        return any(_compiled(pattern).fullmatch(key) for pattern in self.carried)
+        return any(_compiled(name).fullmatch(key) for name in self.carried)
 
     def is_of(self, keys: Iterable[str]) -> bool:
         """Returns whether the carried tensors of a model in this form can have these keys."""
@@ -112,9 +112,8 @@ def is_part(forms: Mapping[str, Form]) -> bool:
     return any(form.carried for form in forms.values())
 
 
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))))
+def _compiled(name: str) -> Pattern:
+    return pattern(".*".join(map(re.escape, name.split("*"))))
 
 
 def view(config: Mapping[str, Any], inside: str) -> dict[str, Any]:
