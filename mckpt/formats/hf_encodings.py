@@ -204,7 +204,10 @@ def quantisation_of(how: Any, keys: Iterable[str]) -> Quantisation:
         return Quantisation()
     if not isinstance(how, dict):
         return Quantisation(refused=READ)
-    match how.get("quant_method"):
+    producer, method = how.get("producer"), how.get("quant_method")
+    if method is None and isinstance(producer, dict):  # ModelOpt up to 0.31 writes no quant_method
+        method = producer.get("name")
+    match method:
         case "fp8":
             return _fp8(how, keys)
         case "mxfp8":

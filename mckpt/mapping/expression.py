@@ -112,6 +112,14 @@ def _starts(lengths: list[int]) -> list[int]:
     ]
 
 
+def _of_layer(layers: dict[str, Any] | None, number: int, key: str) -> Any:
+    """Returns the value of a key for one layer, from an object whose keys are numbers of layers,
+    such as "5" or "05". None without it.
+    """
+    found = (values for name, values in (layers or {}).items() if int(name) == number)
+    return next(found, {}).get(key)
+
+
 def _refuse_long(length: int) -> None:
     """Raises ValueError for a value that costs more steps than there are, before it is made."""
     if length > MAX_STEPS:
@@ -154,6 +162,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "replace": _replace,
     "concat": _concat,
     "starts": _starts,
+    "of_layer": _of_layer,
     "to_json": lambda value: json.dumps(value, allow_nan=False),
     "from_json": json.loads,
     **_AT_ONCE,

@@ -419,7 +419,9 @@ class MappingFile(Struct, frozen=True):
             return dim.neutral(scope)
         stated = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
         key, raw = stated[0] if stated else ("default", None)
-        if any(not equal(raw, v) for _, v in stated):
+        # two keys may name the same value differently
+        meant = [v if spec.values is None else _mapped(spec.values, v) for _, v in stated]
+        if any(not equal(meant[0], one) for one in meant[1:]):
             raise ValueError(
                 f"{name} has several values: {', '.join(f'{k} {v!r}' for k, v in stated)}"
             )
@@ -606,6 +608,11 @@ class MappingFile(Struct, frozen=True):
         }
         flat = {**{k: v for k, v in config.items() if k not in objects}, **inner}
         return {k: v for k, v in flat.items() if k not in read and v not in (None, False, [], {})}
+
+
+def _mapped(values: Mapping[Any, Any], value: Any) -> Any:
+    """Returns what a value of a config stands for, or the value itself if the file has none."""
+    return value if isinstance(value, (list, dict)) else values.get(value, value)
 
 
 def _stacks(bound: list[Bound], num_layers: int) -> list[Bound]:

@@ -494,6 +494,18 @@ FORMS: dict[str, tuple[str, dict[str, Any], list[tuple[str, Any]], str]] = {
         [("", blocked("_scale_inv", 16, E8M0))],
         "float8_e4m3fn with a scale for each 16 x 32",
     ),
+    "fp8 of modelopt without quant_method": (
+        "qwen3",
+        {
+            "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 8}}},
+            "ignore": ["lm_head"],
+            "quant_algo": "FP8",
+            "kv_cache_scheme": "FP8",
+            "producer": {"name": "modelopt", "version": "0.31.0"},
+        },
+        [("", fp8_vllm)],
+        "float8_e4m3fn",
+    ),
     "mxfp8 of modelopt": (
         "qwen3",
         {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
@@ -623,6 +635,7 @@ HAVE_DROPPED = {
     "fp8 tensor",
     "fp8 tensor of vllm",
     "fp8 tensor of compressed-tensors",
+    "fp8 of modelopt without quant_method",
     "kimi",
     "mixed modelopt",
     "nvfp4 of modelopt",

@@ -66,6 +66,8 @@ SCOPE = {
         ("concat([xs, [a], []])", [1, 0, 1, 3]),
         ("starts([2, 1, 2])", [0, 2, 3]),
         ("starts([])", []),
+        ("of_layer(from_json('{\"05\": {\"width\": 8}}'), 5, 'width')", 8),
+        ("of_layer(from_json('{\"05\": {\"width\": 8}}'), 4, 'width')", None),
         ("a % 2 == yes % 2", True),
         ("[[j for j in range(i)] for i in range(3)]", [[], [0], [0, 1]]),
         ("True", True),

@@ -1,0 +1,83 @@
+"""The config.json of a model as transformers writes it again describes the same model.
+
+Versions of transformers give keys other names and places. A directory that a user saved has those
+of the version that saved it, so its dims must be those of the published file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mckpt import mapping
+from mckpt.errors import MappingError
+from mckpt.formats.hf_config import QUANTISED, parse_config
+from tests.helpers.tiny import FIXTURES
+
+PATHS = {
+    str(path.relative_to(FIXTURES).with_suffix("")): path
+    for folder in ("configs", "families")
+    for path in sorted((FIXTURES / folder).rglob("*.json"))
+    if "unknown" not in path.parts
+}
+# what transformers 5.24 wrote for models of fixtures/configs that 5.23 writes with older keys
+NEWER = sorted((FIXTURES / "written").glob("*.json"))
+# The published files state no outer tie_word_embeddings, or false. The classes state true, and tie
+# a file without an output layer by it.
+TIED = {"internvl3.5-8b-hf", "ministral-3-8b-instruct", "mistral-small-3.1-24b", "mt5-small", "mt5"}
+# the smallest number of configs that a class reads; the others need code beside their weights
+MANY = 180
+
+
+def problems(published: dict[str, Any], written: dict[str, Any], tied: bool = False) -> str:
+    """Returns what the family reads differently from `written`, and the keys of it that it does not
+    know; empty text if there is neither.
+    """
+    family = mapping.load("hf", mapping.family_with(published["architectures"][0]))
+    try:
+        expected, found = family.read(published), family.read(written)
+    except MappingError as e:
+        return str(e)
+    if tied:
+        expected["tied"] = True
+    same = written["architectures"] == published["architectures"]
+    unknown = family.unknown(written).keys() - {QUANTISED}
+    other = {name: (expected[name], found[name]) for name in found if expected[name] != found[name]}
+    return f"{other} {sorted(unknown)}" if other or unknown or not same else ""
+
+
+def written_again(path: Path, folder: Path) -> dict[str, Any] | None:
+    """Returns a config as its class of transformers saves it; None without a class."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    config = json.loads(path.read_text())
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    made = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    made.save_pretrained(folder / "again")
+    return parse_config(folder / "again" / "config.json")
+
+
+def test_each_config_has_the_same_dims_when_transformers_writes_it_again(tmp_path: Path) -> None:
+    read, wrong = 0, {}
+    for number, (name, path) in enumerate(PATHS.items()):
+        written = written_again(path, tmp_path / str(number))
+        if written is None:
+            continue
+        read += 1
+        found = problems(json.loads(path.read_text()), written, path.stem in TIED)
+        if found:
+            wrong[name] = found
+    assert wrong == {}
+    assert read >= MANY
+
+
+@pytest.mark.parametrize("path", NEWER, ids=lambda path: path.stem)
+def test_a_config_of_a_newer_transformers_has_the_published_dims(path: Path) -> None:
+    published = json.loads((FIXTURES / "configs" / path.name).read_text())
+    assert problems(published, parse_config(path)) == ""
