@@ -448,9 +448,9 @@ def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     try:
         directory = find(src, iteration)
     except (SourceError, UsageError) as e:
-        return None, f"{e}".removeprefix(f"{src.resolve()}: ")
+        return None, f"{e}".removeprefix(f"{os.path.realpath(src)}: ")
     tracked = Tracker(directory.root).content() if is_iteration_name(directory.name) else ""
-    if not tracked and directory.path != src.resolve():
+    if not tracked and directory.path != Path(os.path.realpath(src)):
         return None, f"has no {TRACKER} yet"
     number = iteration_of(directory.name) if tracked.isdecimal() else None
     if number is not None and number > int(tracked):

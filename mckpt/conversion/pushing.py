@@ -102,7 +102,8 @@ def push(
         {path: directory / path for path in files},
         stale=_is_weights,
         private=private,
-        message=message or f"Upload {directory.resolve().name} with mckpt {__version__}",
+        message=message
+        or f"Upload {Path(os.path.realpath(directory)).name} with mckpt {__version__}",
     )
     return planned._replace(commit=made)
 

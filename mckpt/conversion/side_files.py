@@ -137,7 +137,7 @@ def carry(source: Checkpoint, root: Path) -> None:
     Raises DestinationError if that has another one.
     """
     own, to = source.files.hf_directory, root / "hf"
-    if own is None or own.resolve() == to.resolve():
+    if own is None or os.path.realpath(own) == os.path.realpath(to):
         return
     weights = [TargetFile.copy(path.name, path) for path in sorted(own.glob(FILES))]
     names = [CONFIG, *side_files(own).kept, *(file.path for file in weights)]

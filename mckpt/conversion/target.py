@@ -153,15 +153,15 @@ class Destination:
         self._staging: Path | None = None  # staging directory of the running plan
         sparse_copy.fill(self.root / "hf")
         self._refuse_near(source)
-        if self.root.exists() and not self.root.is_dir():
-            raise DestinationError(f"{self.root}: is a file; give a directory")
+        self._refuse_blocked()
         self.helps = helps
         if not helps:  # the other ranks may have published before this rank started
             self.refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:
-        # two sparse copies may be of one URL
-        here, there = (Path(shown(str(path.resolve()))) for path in (self.root, source))
+        # Path.resolve would raise for a loop of links, which `_refuse_blocked` reports. Two sparse
+        # copies may be of one URL.
+        here, there = (Path(shown(os.path.realpath(path))) for path in (self.root, source))
         if here == there:
             raise DestinationError(f"{self.root}: is the source itself; write to another directory")
         if here in there.parents or there in here.parents:
@@ -169,6 +169,16 @@ class Destination:
             raise DestinationError(
                 f"{self.root}: lies {where} the source {source}; write to a directory apart from it"
             )
+
+    def _refuse_blocked(self) -> None:
+        """Raises DestinationError if the directory, or one above it, is a file or a broken link."""
+        there = next(path for path in (self.root, *self.root.parents) if os.path.lexists(path))
+        if there.is_dir():
+            return
+        what = "is a file" if there.exists() else "is a link that leads nowhere"
+        if there == self.root:
+            raise DestinationError(f"{self.root}: {what}; give a directory")
+        raise DestinationError(f"{self.root}: {there} {what}; give a path of directories")
 
     def refuse_occupied(self, staging: Path | None = None) -> None:
         """Raises DestinationError if files are in the way of the plan that uses `staging`.

@@ -73,8 +73,11 @@ class Url(NamedTuple):
 def url_of(path: str | Path) -> Url | None:
     """Returns the URL that a path means, None for a path of this machine.
 
-    Raises UsageError for a URL with a query, a user or a password: they would be printed.
+    Raises UsageError for a URL with a query, a user or a password: they would be printed. Also for
+    a path with a NUL, which no file system has.
     """
+    if "\0" in str(path):
+        raise UsageError(f"{str(path)!r}: a path cannot have a NUL character")
     match = _URL.fullmatch(f"{path}/" if str(path)[:-1] in OBSTORE else str(path))  # s3: of s3://
     if match is None:
         return None

@@ -366,7 +366,10 @@ def _plain(measured: Mapping[str, Any]) -> dict[str, Any]:
 def _side(source: Checkpoint) -> dict[str, Any]:
     """Returns what identifies one checkpoint: its name, format, files and their hash."""
     root = source.opened.root
-    out: dict[str, Any] = {"name": source.path.resolve().name, "format": source.format}
+    out: dict[str, Any] = {
+        "name": Path(os.path.realpath(source.path)).name,
+        "format": source.format,
+    }
     if source.is_megatron:
         out |= {"directory": root.name, "parallel": str(source.parallel)}
     return {**out, **fingerprint(root)}

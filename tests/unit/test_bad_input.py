@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import mckpt
+from mckpt.errors import UsageError
 from tests.helpers.commands import TRACKER, refused
 
 ONE = "model.safetensors"
@@ -119,6 +121,33 @@ def test_a_source_without_a_checkpoint_is_refused(tmp_path):
         refused(
             3, word, args=("hf-to-megatron", tmp_path / src, tmp_path / "d"), untouched=tmp_path
         )
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("loop", "is a link that leads nowhere"),
+        ("loop/out", "loop is a link that leads nowhere"),
+        ("gone/out", "gone is a link that leads nowhere"),
+        ("file", "is a file"),
+        ("file/out", "file is a file"),
+    ],
+)
+def test_a_path_on_which_nothing_can_be_written_is_refused(src, tmp_path, where, why):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"x")
+    for command in ("hf-to-megatron", "plan"):
+        refused(6, why, args=(command, src, tmp_path / where), untouched=tmp_path)
+    refused(3, args=("inspect", tmp_path / where))
+
+
+@pytest.mark.parametrize("option", ["like", "source", "destination"])
+def test_a_path_with_a_nul_is_refused(src, tmp_path, option):
+    where = {"source": src, "destination": tmp_path / "out", option: "a\0b"}
+    with pytest.raises(UsageError, match="a path cannot have a NUL character"):
+        opened = mckpt.open(where["source"], like=where.get("like"))
+        mckpt.plan(opened, where["destination"])
 
 
 def test_the_checkpoints_below_a_directory_are_named(src, torch_dir, tmp_path):

@@ -75,7 +75,7 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
     in one of NeMo or verl, or in a save directory the iteration that the tracker file or
     `iteration` names.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     tracker = path / TRACKER
     names = (
         sorted(p.name for p in path.iterdir() if p.is_dir() and is_iteration_name(p.name))
