@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from mckpt.errors import SourceError
 from mckpt.formats.megatron.save_directory import MAPPING
@@ -42,13 +43,22 @@ _WITH_TOKENIZER = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
 )
+# the images of a model card, at the top or in a directory such as `figures`
+_IMAGES = tuple(
+    f"{folder}*.{kind}"
+    for folder in ("", "*/")
+    for kind in ("png", "jpg", "jpeg", "gif", "svg", "webp")
+)
+_CARD = ".md"
+_CARD_BYTES = 1 << 22  # of a card that are searched for names of images
 # The files that a Hugging Face model directory has beside config.json and weights, as patterns
 # that match letters of either case. No other file is copied or uploaded (docs/side-files.md).
 SIDE_FILES = (
     *TOKENIZER,
     *_WITH_TOKENIZER,
     *(GENERATION, "*processor_config.json", "configuration.json"),
-    *("*.py", "*.md", "LICENSE*", "NOTICE*"),
+    *("*.py", f"*{_CARD}", "LICENSE*", "NOTICE*"),
+    *_IMAGES,
     *("modules.json", "config_sentence_transformers.json", "sentence_*_config.json"),
     *("[0-9]_*/config.json", MAPPING),
 )
@@ -102,9 +112,11 @@ class Beside(NamedTuple):
 
 def side_files(root: Path) -> Beside:
     """Returns the files of a directory that are neither weights, nor config.json, nor mckpt.json,
-    nor hidden. A link to a directory is not followed.
+    nor hidden. A link to a directory is not followed. An image below the top is kept if a model
+    card contains its name, because a training may write thousands of others.
     """
     out = Beside([], [])
+    cards: list[str] = []  # read when there is such an image
     for folder, inner, names in os.walk(root):
         here = Path(folder).relative_to(root)
         inner[:] = sorted(d for d in inner if not d.startswith("."))
@@ -119,8 +131,23 @@ def side_files(root: Path) -> Beside:
                 and relative.isprintable()  # mckpt.json cannot hold half of a surrogate pair
                 and belongs(root / relative, root)
             )
+            if kept and "/" in relative and is_side_file(relative, _IMAGES):
+                cards = cards or [_cards(root)]
+                kept = relative in cards[0]
             out[not kept].append(relative)
     return out
+
+
+def _cards(root: Path) -> str:
+    """Returns the text of the model cards at the top of a directory, with the names of the images
+    that they show.
+    """
+    texts = []
+    for path in sorted(root.iterdir()):
+        if path.name.lower().endswith(_CARD) and path.is_file() and belongs(path, root):
+            with path.open("rb") as file:
+                texts.append(file.read(_CARD_BYTES).decode(errors="replace"))
+    return unquote("\n".join(texts))
 
 
 def is_side_file(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:

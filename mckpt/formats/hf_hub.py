@@ -80,9 +80,11 @@ def streamed(name: HubName) -> Path:
         return local(name)
     store = _Weights(at_commit, {file: sizes[file] for file in names})
     folder = sparse_copy.load(name, store, name.repo.rpartition("/")[2])
-    for small in root.iterdir():
-        if small.is_file() and small.name not in names:
-            (folder / small.name).symlink_to(small.resolve())
+    for small in root.rglob("*"):
+        name_here = small.relative_to(root)
+        if small.is_file() and str(name_here) not in names:
+            (folder / name_here).parent.mkdir(exist_ok=True)
+            (folder / name_here).symlink_to(small.resolve())
     sparse_copy.fill(folder)
     return folder
 

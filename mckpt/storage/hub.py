@@ -35,8 +35,8 @@ _redirected: dict[str, str] = {}
 
 
 def fetch(name: HubName, patterns: Sequence[str]) -> Path:
-    """Returns the snapshot in the cache of huggingface_hub, after it has downloaded the files at
-    the top of the repository that match.
+    """Returns the snapshot in the cache of huggingface_hub, after it has downloaded the files that
+    match: at the top of the repository, and for patterns with a `/` in the directories there.
 
     Raises MissingExtra without huggingface_hub, UsageError for a name that the Hub cannot have,
     SourceError if there is no such repository or revision, and StorageError if the Hub refuses the
@@ -44,19 +44,23 @@ def fetch(name: HubName, patterns: Sequence[str]) -> Path:
     """
     hub = _library(f"reading {name} from the Hugging Face Hub", name)
 
-    def download() -> str:
+    def download(revision: str | None, depth: int) -> str:
         return str(
             hub.snapshot_download(
                 name.repo,
-                revision=name.revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=["*/*"],
+                revision=revision,
+                # in a pattern of huggingface_hub, `*` also stands for text with `/`
+                allow_patterns=[p for p in patterns if p.count("/") == depth],
+                ignore_patterns=["*/*" + "/*" * depth],
                 library_name="mckpt",
                 library_version=__version__,
             )
         )
 
-    return Path(_retried(name, download))
+    found = Path(_retried(name, lambda: download(name.revision, 0)))
+    if any("/" in pattern for pattern in patterns):
+        _retried(name, lambda: download(found.name, 1))  # of the same commit
+    return found
 
 
 def offline() -> bool:

@@ -55,6 +55,27 @@ def test_only_files_of_a_model_directory_are_copied(model: Path, tmp_path: Path)
     assert good(*args, "--json").json["plan"] == before  # a stranger does not change the output
 
 
+def test_the_images_of_a_model_card_are_copied(model: Path, tmp_path: Path) -> None:
+    """Those at the top, and those in a directory whose names a card contains."""
+    card = "![](figures/loss%20curve.png) <img src='./assets/Logo.SVG'> [old](a/b/c.png)"
+    (model / "README.md").write_text(card)
+    shown = ("banner.webp", "figures/loss curve.png", "assets/Logo.SVG")
+    others = ("figures/step_1.png", "a/b/c.png", "figures/weights.bin", "figures/notes.txt")
+    for name in (*shown, *others):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text(name)
+    said = good("hf-to-megatron", model, tmp_path / "ckpt").err
+    assert "left out" in said and "a/b/c.png, figures/notes.txt, figures/step_1.png" in said
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    good("check", tmp_path / "out")
+    for folder in (tmp_path / "ckpt/hf", tmp_path / "out"):
+        there = tree(folder)
+        assert all((folder / name).read_text() == name for name in shown)
+        assert not there.keys() & set(others)
+    (tmp_path / "out/assets/Logo.SVG").write_text("other")
+    assert "assets/Logo.SVG: has 5 bytes" in mckpt("check", tmp_path / "out").out
+
+
 def test_the_tokenizer_that_a_training_saved_is_exported(model: Path, tmp_path: Path) -> None:
     """Megatron-LM copies the vocabulary of TikTokenizer, a list, to the same name."""
     (model / "added_tokens.json").write_text("{}")  # of the base, and not of the training

@@ -157,7 +157,7 @@ def test_without_huggingface_hub_one_error_gives_both_cures(tmp_path, monkeypatc
 def test_a_conversion_downloads_only_the_files_that_it_reads(hub, cli, sharded, tmp_path):
     folder = tmp_path / "repository"
     shutil.copytree(sharded, folder)
-    for name in ("consolidated.safetensors", "pytorch_model.bin", "picture.png", "original/a.json"):
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "picture.tif", "original/a.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"not read")
     (folder / "modeling_own.py").write_text("# code\n")
@@ -244,6 +244,27 @@ def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkey
     read = sum(nbytes for path, nbytes in hub.sent.items() if "/cdn/" in path)
     assert read < 2.5 * size, "the weights were read more than once"
     assert "is done already" in cli("hf-to-megatron", MODEL, "out", "--stream", *options).out
+
+
+@pytest.mark.parametrize("how", [(), ("--stream",)], ids=["local", "streamed"])
+def test_files_in_directories_of_a_repository_are_copied(hub, cli, how):
+    """The images of its card, and chat templates. No weights from there."""
+    beside = {
+        "README.md": b"![](figures/a.png)",
+        "figures/a.png": b"image",
+        "figures/b.png": b"no image of the card",
+        "additional_chat_templates/tool.jinja": b"{{ messages }}",
+        "original/tokenizer.model": b"of another form",
+        "original/model.safetensors": b"weights",
+    }
+    files = {p.name: p.read_bytes() for p in SRC.iterdir() if p.is_file()}
+    hub.commit(MODEL, files | beside)
+    cli("hf-to-megatron", MODEL, "out", *how)
+    there = tree(Path("out/hf"))
+    copied = ("README.md", "figures/a.png", "additional_chat_templates/tool.jinja")
+    assert {name for name in there if name in beside} == set(copied)
+    assert all((Path("out/hf") / name).read_bytes() == beside[name] for name in copied)
+    assert not [request for request in hub.asked if "original/" in request]
 
 
 def test_an_archive_of_nemo_is_read_from_the_hub(hub, cli, tmp_path):
