@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -20,12 +22,36 @@ HEAD = """# Commands and options
 `mckpt COMMAND --help` prints the same in the terminal. Each option can also be set by an
 environment variable, such as `MCKPT_MAX_MEMORY` for `--max-memory`
 ([environment variables](environment.md)). `tests/cli_page.py` writes this page.
+
+## Common options
+
+Each command lists which of these it has.
 """
+
+
+COMMON = 3  # commands: an option that so many have, with the same words, is explained once
+
+
+class Row(NamedTuple):
+    """An option of a command, as the help shows it."""
+
+    section: str
+    names: str  # with the word for the value, such as "--threads N"
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        """The first name alone."""
+        return self.names.split(" ")[0].rstrip(",")
 
 
 def page() -> str:
     """Returns the text of docs/cli.md."""
-    return HEAD + "".join(_command(command, name) for name, command in _commands(cli, "mckpt"))
+    commands = [(name, command, _rows(command, name)) for name, command in _commands(cli, "mckpt")]
+    uses = Counter(row for _, _, rows in commands for row in rows)
+    common = [row for row in uses if uses[row] >= COMMON]
+    texts = [_command(command, name, rows, common) for name, command, rows in commands]
+    return HEAD + _tables(common) + "".join(texts)
 
 
 def _commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
@@ -37,24 +63,37 @@ def _commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Comman
             yield f"{path} {name}", command
 
 
-def _command(command: click.Command, path: str) -> str:
+def _rows(command: click.Command, path: str) -> list[Row]:
+    """Returns the options that the help of a command shows."""
     # click keeps the help option that a context makes for a command: it must be that of the program
     with click.Context(command, info_name=path, **cli.context_settings) as ctx:
+        options = [option for option in command.params if isinstance(option, click.Option)]
+        records = [(getattr(one, "section", ""), one.get_help_record(ctx)) for one in options]
+    return [Row(section, *record) for section, record in records if record]
+
+
+def _command(command: click.Command, path: str, rows: list[Row], common: list[Row]) -> str:
+    with click.Context(command, info_name=path, **cli.context_settings) as ctx:
         usage = " ".join(command.collect_usage_pieces(ctx))
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for option in command.params:
-            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
-            if record:
-                sections.setdefault(getattr(option, "section", ""), []).append(record)
-        others = sections.pop("", [])
-        tables = [*sections.items(), ("Other options" if sections else "Options", others)]
     # click keeps the line breaks of a paragraph that begins with \b
     text = "\n\n".join(
         f"```text\n{paragraph[2:]}\n```" if paragraph.startswith("\b\n") else _escaped(paragraph)
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n")
     )
+    shared = ", ".join(f"`{row.name}`" for row in rows if row in common)
+    more = f"\nOf the [common options](#common-options): {shared}.\n" if shared else ""
     head = f"\n## {path}\n\n`{path} {usage}`\n\n{text}\n"
-    return head + "".join(_table(title, records) for title, records in tables if records)
+    return head + _tables([row for row in rows if row not in common]) + more
+
+
+def _tables(rows: list[Row]) -> str:
+    """Returns a table for each section; options without a section come last."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for row in rows:
+        sections.setdefault(row.section, []).append((row.names, row.meaning))
+    others = sections.pop("", [])
+    tables = [*sections.items(), ("Other options" if sections else "Options", others)]
+    return "".join(_table(title, records) for title, records in tables if records)
 
 
 def _table(title: str, records: list[tuple[str, str]]) -> str:

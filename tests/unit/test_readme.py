@@ -51,7 +51,9 @@ def test_the_readme_is_short_and_names_no_command_that_does_not_exist() -> None:
 
 
 def test_the_reference_of_commands_is_that_of_the_program() -> None:
-    assert cli_page.PAGE.read_text() == cli_page.page(), "run: python -m tests.cli_page"
+    page = cli_page.page()
+    assert cli_page.PAGE.read_text() == page, "run: python -m tests.cli_page"
+    assert page.count("| `--max-memory SIZE` |") == 1
 
 
 @pytest.mark.parametrize(
