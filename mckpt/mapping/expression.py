@@ -116,7 +116,7 @@ def _of_layer(layers: dict[str, Any] | None, number: int, key: str) -> Any:
     """Returns the value of a key for one layer, from an object whose keys are numbers of layers,
     such as "5" or "05". None without it.
     """
-    found = (values[key] for name, values in (layers or {}).items() if int(name) == number)
+    found = (values.get(key) for name, values in (layers or {}).items() if int(name) == number)
     return next(found, None)
 
 

@@ -68,6 +68,7 @@ SCOPE = {
         ("starts([])", []),
         ("of_layer(from_json('{\"05\": {\"width\": 8}}'), 5, 'width')", 8),
         ("of_layer(from_json('{\"05\": {\"width\": 8}}'), 4, 'width')", None),
+        ("of_layer(from_json('{\"05\": {}}'), 5, 'width')", None),
         ("a % 2 == yes % 2", True),
         ("[[j for j in range(i)] for i in range(3)]", [[], [0], [0, 1]]),
         ("True", True),
