@@ -10,6 +10,7 @@ While a thread reads one window, the one that it read before is on its way to th
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import os
@@ -28,7 +29,7 @@ from mckpt.adapters.peft import is_adapter, open_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions, VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit
-from mckpt.errors import UsageError
+from mckpt.errors import UsageError, counted, shown
 from mckpt.execute.files import OpenFiles
 from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import MEMORY, read, within
@@ -48,6 +49,7 @@ from mckpt.live.model import (
 from mckpt.live.resuming import Resumed, masters_in_fp32
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import call, gathered, own_result, rank_and_world
+from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
 
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 # Most threads of a rank. Each waits for Python's lock after each system call: on two H100, 8 to 16
 # threads with windows of 8 MiB took 2.6 s for 8 GB, which 4 threads read in 0.5 s without Python.
 THREADS = 4
+SAMPLED = 16  # files of a source of which bytes are compared
+SAMPLE = 4096  # bytes
 STAGING = 8 << 20  # bytes; the least that a thread has for two windows
 WINDOW = 32 << 20  # bytes; larger windows take longer to pin
 
@@ -104,6 +108,7 @@ def load(
     load_optimizer: bool = False,
     scheduler: Any = None,
     adapter: str | Path | None = None,
+    keep_masters: bool = False,
 ) -> dict[str, float]:
     """Fills the parameters of a live model from a checkpoint of any format. All ranks call it.
 
@@ -123,6 +128,8 @@ def load(
     scheduler: of the learning rate, an OptimizerParamScheduler; load_optimizer sets it too.
     adapter: fills the adapters (LoRA) that wrap modules of the model too: a directory of PEFT, or a
         Megatron checkpoint with adapters. Without it they keep their values.
+    keep_masters: load without `optimizer`, although parameters have master copies of one; you call
+        its reload_model_params() before its next step, which else puts the old weights back.
 
     Returns the seconds of each part of the work on this rank: "open" (the source), "describe" (the
     model), "plan", "fill", "share" (with replicas), "optimizer"; and of all threads of "fill"
@@ -130,21 +137,38 @@ def load(
     the number of their parameters on this rank.
 
     Raises one error on all ranks: those of `mckpt.open`, and CoverError, SourceError or
-    MappingError if the model and the checkpoint are not made of the same tensors. An error that
+    MappingError if the model and the checkpoint are not made of the same tensors; UsageError if the
+    ranks ask for different loads, or if master copies would keep the old weights. An error that
     occurs while bytes are read leaves parameters partly filled.
     """
-    most = parse_size(max_memory, "--max-memory")
     clock = _Clock()
-    memory = own_result(lambda: Memory(model_chunks))
-    opened = own_result(lambda: opened_source(source, load_optimizer))
+
+    def begun() -> tuple[Memory, int]:
+        if scheduler is not None and not load_optimizer:
+            raise UsageError(
+                "scheduler: it is set from a training checkpoint; give load_optimizer too"
+            )
+        memory = Memory(model_chunks)
+        _refuse_stale(memory, optimizer, load_optimizer, keep_masters)
+        return memory, parse_size(max_memory, "--max-memory")
+
+    given = {
+        "function": "load",
+        "broadcast": broadcast,
+        "optimizer": optimizer is not None,
+        "load_optimizer": load_optimizer,
+        "scheduler": scheduler is not None,
+        "adapter": None if adapter is None else os.path.abspath(adapter),
+        "keep_masters": keep_masters,
+    }
+    memory, most = own_result(begun, lambda _: given)
+    opened = own_result(lambda: opened_source(source, load_optimizer), _identity)
     clock.ends("open")
     if load_optimizer:
         with own_result(lambda: Resumed(opened, optimizer, scheduler)) as resumed:
             gathered(resumed.allocate)
             _load(memory, opened, resumed, adapter, most, threads, broadcast, clock)
             gathered(resumed.finish)
-    elif scheduler is not None:
-        raise UsageError("scheduler: it is set from a training checkpoint; give load_optimizer too")
     else:
         _load(memory, opened, None, adapter, most, threads, broadcast, clock)
         if optimizer is not None:
@@ -182,7 +206,8 @@ def _load(
     release(model)
     if resumed is not None:
         gathered(resumed.prove)
-    size = _window_bytes(most, _threads(threads, most))
+    sizes = gathered(lambda: _window_bytes(most, _threads(threads, most)))
+    size = min(sizes)  # those of all ranks, which send windows to each other
     windows = [list(_windows(memory, filling, size)) for filling in fillings]
     mine = [_readers(some) if broadcast else np.ones(len(some), bool) for some in windows]
     clock.ends("plan")
@@ -212,6 +237,47 @@ class _Clock:
         """Ends a part, which began when the one before it ended."""
         now = time.perf_counter()
         self.seconds[part], self._last = now - self._last, now
+
+
+def _refuse_stale(memory: Memory, optimizer: Any, resumes: bool, kept: bool) -> None:
+    """Raises UsageError if an optimizer would put the old weights back at its next step, because
+    nothing sets its master copies to the new ones.
+    """
+    masters = memory.masters()
+    if optimizer is None and masters and not kept:
+        raise UsageError(
+            f"{counted(len(masters), 'parameter')} of the live model, such as {masters[0]}, have"
+            " master copies in an optimizer, whose next step would put the old weights back; give"
+            " optimizer=, or keep_masters=True if you call its reload_model_params() yourself"
+        )
+    for link in getattr(optimizer, "chained_optimizers", [optimizer]) if not resumes else ():
+        config = getattr(link, "config", None)
+        aware = getattr(config, "use_precision_aware_optimizer", False)
+        if aware and getattr(getattr(link, "optimizer", None), "state", None):
+            raise UsageError(
+                "the live optimizer has use_precision_aware_optimizer and has made a step: its"
+                " reload_model_params() leaves the master copies as they are, so its next step"
+                " would put the old weights back; load before the first step"
+            )
+
+
+def _identity(source: Checkpoint) -> dict[str, Any]:
+    """Returns what tells a source from another one of the same shapes: its place, the sizes of its
+    files, and some bytes of each of some of them.
+    """
+    found = hashlib.sha256()
+    remote = sparse_copy.of(source.path) is not None
+    files = sorted(map(str, source.layout.files))
+    for path in files[:: -(-len(files) // SAMPLED) or 1]:
+        size = os.path.getsize(path)
+        found.update(f"{os.path.basename(path)} {size}".encode())
+        if not remote:  # a sparse copy has the bytes that were asked for
+            with open(path, "rb") as file:
+                file.seek(size // 2)
+                found.update(file.read(SAMPLE))
+    name = shown(str(source.path))
+    place = name if remote else os.path.realpath(name)
+    return {"source": place, "content of the source": found.hexdigest()[:16]}
 
 
 def opened_source(source: str | Path | Checkpoint, with_optimizer: bool = False) -> Checkpoint:

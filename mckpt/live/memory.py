@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import UsageError
 from mckpt.formats.foreign import FACTOR
-from mckpt.live.together import call
+from mckpt.live.together import call, gathered
 from mckpt.values.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -93,18 +93,25 @@ class Memory:
     """The weights of the chunks of a model in this process."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """Raises UsageError for a weight whose class is not torch.Tensor, such as an fp8 weight."""
-        self.chunks = [unwrapped(chunk) for chunk in chunks]
-        self._wrappers = [wrapper for chunk in chunks for wrapper in _wrappers(chunk)]
+        """Raises UsageError for a weight whose class is not torch.Tensor, such as an fp8 weight, or
+        whose memory is released.
+        """
+        listed = _listed(chunks)
+        self.chunks = [unwrapped(chunk) for chunk in listed]
+        self._wrappers = [wrapper for chunk in listed for wrapper in _wrappers(chunk)]
         self.weights: list[Weight] = []
+        self._kept: dict[int, torch.Tensor] = {}  # number of a weight -> its copy
+        for chunk in self.chunks:
+            for path, module in chunk.named_modules():
+                for attribute, tensor in _tensors(module):
+                    _refuse_released(tensor, f"{path}.{attribute}")
+        # first, because a router then replaces its expert_bias by one in fp32
+        self._shards = list(_shards(self.chunks))
         self._at: dict[int, int] = {}  # address of a weight -> its number
         end = 0
         for number, chunk in enumerate(self.chunks):
             for path, module in chunk.named_modules():
-                held = {**module._parameters, **module._buffers}
-                for attribute, tensor in held.items():
-                    if tensor is None or not tensor.numel():
-                        continue
+                for attribute, tensor in _tensors(module):
                     name = f"chunk {number}: {path}.{attribute}"
                     address = _address(tensor, name)
                     if address in self._at:  # tied weights are one tensor
@@ -120,6 +127,57 @@ class Memory:
         self.nbytes = end
         self._places = [weight.at for weight in self.weights]
         self._flat: dict[tuple[int, str], torch.Tensor] = {}
+        self._modules = [_modules(chunk) for chunk in self.chunks]
+        self._forms = [_form(weight) for weight in self.weights]
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the weights."""
+        import torch
+
+        return self.weights[0].tensor().device if self.weights else torch.device("cpu")
+
+    def masters(self) -> list[str]:
+        """Returns the names of the parameters of which an optimizer has master copies."""
+        return [
+            weight.name
+            for weight in self.weights
+            if hasattr(getattr(weight.module, weight.attribute), "main_param")
+        ]
+
+    def refuse_changed(self) -> None:
+        """Raises UsageError unless the modules are the same as in the beginning, and their weights
+        have the same dtype and shape and their elements are in memory.
+        """
+        if [_modules(chunk) for chunk in self.chunks] != self._modules:
+            raise UsageError(
+                "modules of the live model were added, removed or replaced since it was described;"
+                " make the Sync again"
+            )
+        # not those of an optimizer's state, which come behind
+        for weight, form in zip(self.weights, self._forms, strict=False):
+            tensor = getattr(weight.module, weight.attribute)
+            _refuse_released(tensor, weight.name)
+            if (found := _form(weight)) != form:
+                said = [
+                    f"{str(d).removeprefix('torch.')} {list(shape)}" for d, shape in (form, found)
+                ]
+                raise UsageError(
+                    f"{weight.name}: was {said[0]} when the live model was described, and is"
+                    f" {said[1]} now; make the Sync again"
+                )
+            weight.detached()
+
+    def keep(self) -> None:
+        """Copies all weights. `whole` and `view` return the copies until `refresh`."""
+        self._flat.clear()
+        self._kept = {i: weight.detached().clone() for i, weight in enumerate(self.weights)}
+
+    def whole(self, number: int) -> torch.Tensor:
+        """Returns a weight, or its copy."""
+        weight = self.weights[number]
+        kept = self._kept.get(number)
+        return getattr(weight.module, weight.attribute) if kept is None else kept
 
     def add(self, name: str, state: Any, expert: bool) -> int:
         """Adds a tensor of the optimizer's state behind all others, and returns the place of its
@@ -138,14 +196,23 @@ class Memory:
     def complete(self) -> None:
         """Completes the parameters of the last step. With overlap_param_gather each rank has only
         its own part of them until the next forward pass. All ranks call it.
+
+        Raises the errors of `refuse_changed` on all ranks.
         """
-        for wrapper in self._wrappers:
-            if getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False):
-                call(wrapper.start_param_sync, force_sync=True)
+        late = [
+            wrapper
+            for wrapper in self._wrappers
+            if getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False)
+        ]
+        if late:
+            gathered(self.refuse_changed)
+        for wrapper in late:
+            call(wrapper.start_param_sync, force_sync=True)
 
     def refresh(self) -> None:
         """Forgets where the weights were: `view` looks for them again."""
         self._flat.clear()
+        self._kept = {}
 
     def number(self, place: int) -> int:
         """Returns the number of the weight that has a place."""
@@ -160,7 +227,8 @@ class Memory:
         if (flat := self._flat.get((number, dtype))) is None:
             import torch
 
-            wanted, flat = getattr(torch, dtype), weight.detached()
+            wanted = getattr(torch, dtype)
+            flat = self._kept[number] if number in self._kept else weight.detached()
             if flat.dtype is not wanted:
                 flat = flat.reshape(-1).view(wanted)
             self._flat[number, dtype] = flat
@@ -186,7 +254,7 @@ class Memory:
         parts: list[Part] = []
         problems: list[str] = []
         covered: dict[int, set[tuple[Any, ...]]] = {}  # number of a weight -> its parts
-        for shard in _shards(self.chunks):
+        for shard in self._shards:
             if not shard.data.numel():
                 continue
             data, address = shard.data.detach(), _address(shard.data, shard.key)
@@ -218,7 +286,60 @@ class Memory:
                     f"{weight.name}: sharded_state_dict() of the model names {held:,} of its"
                     f" {weight.nbytes:,} bytes"
                 )
+        self._shards = []
         return parts, problems
+
+
+def _listed(chunks: Any) -> list[Any]:
+    """Returns the chunks as a list. Raises UsageError for a model alone, or for none."""
+    if hasattr(chunks, "named_modules") or not isinstance(chunks, Iterable):
+        raise UsageError(
+            f"model_chunks is a {type(chunks).__name__}; give the list of chunks that get_model()"
+            " returns, also where it has one: [model]"
+        )
+    if not (listed := list(chunks)):
+        raise UsageError(
+            "model_chunks is empty; each rank gives the list of its own chunks, which get_model()"
+            " returns"
+        )
+    return listed
+
+
+def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters and buffers of a module that have elements, and their attributes."""
+    for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and tensor.numel():
+            yield attribute, tensor
+
+
+def _modules(chunk: Any) -> list[Any]:
+    """Returns a model and the modules in it, in less time than its `modules()`."""
+    found = [chunk]
+    for module in found:
+        found += [inner for inner in module._modules.values() if inner is not None]
+    return found
+
+
+def _form(weight: Weight) -> tuple[Any, ...]:
+    """Returns what a plan knows of a weight."""
+    tensor = getattr(weight.module, weight.attribute)
+    return tensor.dtype, tensor.shape
+
+
+def _refuse_released(tensor: Any, name: str) -> None:
+    """Raises UsageError for a tensor whose elements are not in memory, because a framework has
+    released its storage. On the CPU a read of it would end the process.
+    """
+    import torch
+
+    if type(tensor.data) is not torch.Tensor or tensor.is_meta:
+        return  # `_address` refuses it
+    end = tensor.storage_offset() + (tensor.numel() if tensor.is_contiguous() else 1)
+    if tensor.untyped_storage().nbytes() < end * tensor.element_size():
+        raise UsageError(
+            f"{name}: its elements are not in memory, because its storage was released, as by a"
+            " framework that moves the parameters to the host; load them back before this call"
+        )
 
 
 def unwrapped(chunk: Any) -> Any:

@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 FORMAT = structs.replace(
     torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False, readable=False
 )
+# arg of an uneven pipeline -> its name in the config of a model
+_UNEVEN = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -195,7 +202,8 @@ def describe(
     Raises one error on all ranks if a parameter has no name in the mapping, or if the parts of all
     ranks do not cover each whole tensor once.
     """
-    memory = own_result(lambda: Memory(model_chunks))
+    given = {"function": "describe", "adapter": adapter, **stated(described)}
+    memory = own_result(lambda: Memory(model_chunks), lambda _: given)
     model = collected(memory, described)
 
     def prove() -> Checkpoint:
@@ -326,6 +334,13 @@ def _alpha(every: Sequence[Mapping[Any, str]]) -> float:
     return float(next(iter(found)))
 
 
+def stated(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of a description that must be equal on all ranks. The args of a rank may
+    say which one it is.
+    """
+    return {name: value if name != "args" else "given" for name, value in described.items()}
+
+
 def ranks_of(model: Checkpoint) -> Ranks:
     """Returns the parts that all ranks hold of a live model."""
     directory = cast(OpenedModel, model.opened).directory
@@ -352,14 +367,23 @@ def sizes_of(memory: Memory) -> Parallel:
     """Returns the parallel sizes of the running model."""
     from megatron.core import parallel_state as ps
 
+    config = memory.chunks[0].config
     pp = ps.get_pipeline_model_parallel_world_size()
-    return Parallel(
-        tp=ps.get_tensor_model_parallel_world_size(),
-        pp=pp,
-        vpp=len(memory.chunks) if pp > 1 else 1,
-        ep=ps.get_expert_model_parallel_world_size(),
-        etp=ps.get_expert_tensor_parallel_world_size(),
-    )
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    args = {
+        "tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": len(memory.chunks),
+        "expert_model_parallel_size": ps.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": ps.get_expert_tensor_parallel_world_size(),
+    }
+    if pp > 1:
+        args |= {arg: getattr(config, name, None) for arg, name in _UNEVEN.items()}
+        layout = getattr(layout, "input_data", layout)
+        if isinstance(layout, (list, tuple)):  # of names, or of members of an Enum
+            layout = [[getattr(one, "name", one) for one in stage] for stage in layout]
+        args["pipeline_model_parallel_layout"] = layout
+    return Parallel.of_args(args)
 
 
 def _plain(args: Mapping[str, Any]) -> dict[str, Any]:

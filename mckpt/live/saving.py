@@ -33,7 +33,7 @@ from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import Batches
 from mckpt.live.adapters import chosen, without_values
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, adapter_of, collected, ranks_of, release
+from mckpt.live.model import Described, adapter_of, collected, ranks_of, release, stated
 from mckpt.live.optimizer import LiveOptimizer, apart
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.syncing import Sync
@@ -76,10 +76,26 @@ def save(
 
     Raises the errors of mckpt.plan on all ranks before anything is written.
     """
-    how = RunSettings.of(
-        max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
-    )
-    memory = own_result(lambda: Memory(model_chunks))
+
+    def begun() -> tuple[Memory, RunSettings]:
+        how = RunSettings.of(
+            max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
+        )
+        return Memory(model_chunks), how
+
+    given = {
+        **stated(options),
+        "dst": os.path.abspath(dst),
+        "format": format,
+        "background": background,
+        "checksum": checksum,
+        "allow_overflow": allow_overflow,
+        "optimizer": optimizer is not None,
+        "scheduler": scheduler is not None,
+        "adapter": adapter,
+        "function": "save",
+    }
+    memory, how = own_result(begun, lambda _: given)
     memory.complete()
     held = None
     if optimizer is not None:

@@ -4,7 +4,9 @@ again and again: the plan is made once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mckpt import formats
@@ -15,12 +17,19 @@ from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
 from mckpt.live.adapters import Chosen, Products, chosen
-from mckpt.live.buckets import Bucket, Tensor, To, plan
+from mckpt.live.buckets import Bucket, Buckets, Tensor, To, plan
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, collected, release
+from mckpt.live.model import Described, collected, release, stated
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import Move, Moves, Run, Steps, even_rooms, steps_of
-from mckpt.live.together import call, gathered, own_result, rank_and_world
+from mckpt.live.together import (
+    call,
+    gathered,
+    lost,
+    own_result,
+    rank_and_world,
+    refusal_of,
+)
 from mckpt.values.quantisation import LARGEST
 from mckpt.values.sizes import parse_size
 
@@ -68,6 +77,7 @@ class Sync:
         adapter: Literal["merged", "only", "none"] = "merged",
         allow_inexact: Collection[str] = (),
         allow_overflow: bool = False,
+        snapshot: bool = False,
         **described: Unpack[Described],
     ) -> None:
         """Makes the plan, and proves that it has every element of every parameter once.
@@ -85,24 +95,33 @@ class Sync:
             tensors of the adapter under the names of PEFT, and its adapter_config.json as `config`.
         allow_inexact, allow_overflow: as for mckpt.convert.
 
+        snapshot: each call first copies the weights of this rank on its device, and gives the
+            values of that moment. Without it, weights must not change while a call runs.
+
         Raises one error on all ranks: those of a conversion to Hugging Face, or UsageError for a
-        tensor that is too large for the buckets.
+        tensor that is too large for the buckets, or if the ranks give other keywords.
         """
-        most = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
-        self.slices = slices
-        self.allow_overflow = allow_overflow
-        if quantize not in (None, "fp8", "mxfp8"):
-            raise UsageError(
-                f"quantize is {quantize!r}, and must be 'fp8' or 'mxfp8'. A scale of nvfp4 depends"
-                " on several weights, which come at different times: save the model, and convert it"
-                " with --quantize nvfp4"
-            )
-        if adapter == "only" and (dtype or quantize):
-            raise UsageError(
-                "adapter='only': its tensors keep their dtype; leave out dtype, quantize"
-            )
+        given: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "dtype": dtype,
+            "quantize": quantize,
+            "to": to,
+            "slices": slices,
+            "adapter": adapter,
+            "allow_inexact": set(allow_inexact),
+            "allow_overflow": allow_overflow,
+            "snapshot": snapshot,
+            **stated(described),
+        }
+
+        def begun() -> tuple[Memory, int | None]:
+            _refuse_forms(quantize, adapter, dtype)
+            most = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
+            return Memory(model_chunks), most
+
+        self.memory, most = own_result(begun, lambda _: {"function": "Sync", **given})
+        self.slices, self.snapshot, self.allow_overflow = slices, snapshot, allow_overflow
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
-        self.memory = own_result(lambda: Memory(model_chunks))
         model = collected(self.memory, described)
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
@@ -125,7 +144,7 @@ class Sync:
     def of_factors(cls, memory: Memory, adapter: AdapterCheckpoint, to: To = None) -> Sync:
         """Returns what gathers the factors of the adapters of a live model."""
         found = cls.__new__(cls)
-        found.memory, found.slices, found.scheme = memory, False, None
+        found.memory, found.slices, found.scheme, found.snapshot = memory, False, None, False
         found.allow_overflow, found._factors = True, None
         found._make(adapter, TargetOptions(formats.HUGGING_FACE), None, to)
         return found
@@ -134,9 +153,9 @@ class Sync:
         """Makes the plan. The arguments are those of `plan`."""
         self.rank, self.world = rank_and_world()
         args = target, most, to, self.slices, self.world, self.rank
-        self._plan = own_result(lambda: plan(model, *args))
+        self._plan = own_result(lambda: plan(model, *args), _digest)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
-        self._device = self.memory.weights[0].tensor().device
+        self._device = self.memory.device
         casts = self._plan.joined.casts
         # whether a value may not fit into its dtype, which all ranks learn at the end
         self._checks = bool(target.quantize) or any(self._overflows(cast) for cast in casts)
@@ -145,6 +164,11 @@ class Sync:
             for bucket in self._plan.listed
         ]
         self._steps = even_rooms(self._steps, self._plan.most)
+        self._side = None
+        if self._device.type == "cuda":
+            import torch
+
+            self._side = torch.cuda.Stream(self._device)
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -172,14 +196,27 @@ class Sync:
         While the caller uses the tensors of a bucket, the next one is on its way, unless both and a
         tensor need more than twice `bucket_bytes`.
 
-        Raises one error on all ranks at the end if a value was infinite in `dtype`, or could not be
-        quantised.
+        Raises one error on all ranks before the first tensor if the weights of a rank are not as
+        they were described, or not in memory; and at the end if a value was infinite in `dtype`, or
+        could not be quantised. If a rank is lost, no rank yields the tensors of a bucket that has
+        not reached all of them.
         """
         self.memory.complete()
         self.memory.refresh()
+        self._refused = refusal_of(self.memory.refuse_changed)
+        if self.snapshot and self._refused is None:
+            self.memory.keep()
+        try:
+            yield from self._given()
+        finally:
+            self.memory.refresh()
+
+    def _given(self) -> Iterator[Any]:
+        """Does the work of a call, with the weights where they are now or were kept."""
         self._bad: list[tuple[str, torch.Tensor]] = []  # what was infinite: name, and a flag
         if self._factors is not None:
-            self._products.take(self._factors())
+            self._factors._refused = self._refused
+            self._products.take(self._factors._given())
         sent: list[_Sent] = []
         for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
             if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
@@ -193,7 +230,6 @@ class Sync:
             gathered(self._check)
         if self._factors is not None:
             self._products.forget()
-        self.memory.refresh()
 
     def _check(self) -> None:
         import torch
@@ -226,7 +262,8 @@ class Sync:
         start, size = bucket.segments.get(self.rank, (0, 0))
         receives = self.rank in bucket.to
         buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self._device)
-        self._copy(steps.send, bucket, buffer)
+        if self._refused is None:
+            self._copy(steps.send, bucket, buffer)
         own = buffer[start : start + size] if receives else buffer[:size]
         parts = {
             rank: buffer[at : at + count] if receives else own
@@ -246,7 +283,10 @@ class Sync:
                 ]
         elif messages := self._messages(bucket, parts):
             works = call(dist.batch_isend_irecv, messages)
-        return _Sent(bucket, steps, buffer, works)
+        ready = torch.full((1,), int(self._refused is None), device=self._device)
+        if dist.is_initialized():  # behind the bucket, on the same stream
+            works.append(call(dist.all_reduce, ready, async_op=True))
+        return _Sent(bucket, steps, buffer, works, ready)
 
     def _messages(self, bucket: Bucket, parts: dict[int, torch.Tensor]) -> list[Any]:
         """Returns what this rank sends to and receives from single ranks."""
@@ -293,11 +333,11 @@ class Sync:
 
     def _weights(self, moves: list[Move], dtype: str) -> list[torch.Tensor]:
         """Returns the elements of weights that copies read: the weight itself if they are all."""
-        weights, view = self.memory.weights, self.memory.view
+        whole, view = self.memory.whole, self.memory.view
         return [
             view(move.src, dtype, move.shape, move.src_strides)
             if move.weight is None
-            else getattr(weights[move.weight].module, weights[move.weight].attribute)
+            else whole(move.weight)
             for move in moves
         ]
 
@@ -320,6 +360,7 @@ class Sync:
 
         for work in sent.works:
             call(work.wait)
+        self._refuse_lost(sent)
         bucket, steps = sent.bucket, sent.steps
         made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
         self._copy(steps.own, bucket, made)
@@ -330,6 +371,31 @@ class Sync:
             for run in listed:
                 tensors.update(zip(run.numbers, run.views(memory), strict=True))
         return [tensors[number] for number in range(len(tensors))]
+
+    def _refuse_lost(self, sent: _Sent) -> None:
+        """Raises the error of a rank whose weights could not be sent, on all ranks; or MckptError
+        unless the bucket has reached all ranks.
+
+        With NCCL, a work that was aborted, because a rank ended or after the timeout, looks like
+        one that is done. The sum behind the bucket is right only if nothing before it was aborted.
+        """
+        import torch
+
+        side = self._side
+        # the stream of the caller has its work while this process waits
+        with torch.cuda.stream(side) if side is not None else nullcontext():
+            for work in sent.works[-1:]:
+                call(work.wait)
+            ready = call(sent.ready.item)
+        if ready != self.world:
+            refused = self._refused
+
+            def fail() -> None:
+                if refused is not None:
+                    raise refused
+
+            gathered(fail)
+            raise lost("a bucket has not reached all ranks")
 
     def _forms(
         self, tensor: Tensor, whole: torch.Tensor
@@ -361,6 +427,30 @@ class _Sent(NamedTuple):
     steps: Steps
     buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
     works: list[Any]  # of torch.distributed
+    ready: torch.Tensor  # becomes the number of ranks that have sent their part
+
+
+def _refuse_forms(quantize: str | None, adapter: str, dtype: str | None) -> None:
+    """Raises UsageError for forms of the tensors that a Sync does not give."""
+    if quantize not in (None, "fp8", "mxfp8"):
+        raise UsageError(
+            f"quantize is {quantize!r}, and must be 'fp8' or 'mxfp8'. A scale of nvfp4 depends"
+            " on several weights, which come at different times: save the model, and convert it"
+            " with --quantize nvfp4"
+        )
+    if adapter == "only" and (dtype or quantize):
+        raise UsageError("adapter='only': its tensors keep their dtype; leave out dtype, quantize")
+
+
+def _digest(made: Buckets) -> dict[str, Any]:
+    """Returns what must be equal on all ranks of their plans: which bytes of which tensors they
+    send to which ranks.
+    """
+    found = hashlib.sha256()
+    for bucket in made.listed:
+        tensors = [tensor[:-1] for tensor in bucket.tensors]  # without the receivers of each
+        found.update(repr((tensors, sorted(bucket.to), bucket.segments)).encode())
+    return {"the plan, which `like`, `args` and `to` decide": found.hexdigest()[:16]}
 
 
 def _views(memory: torch.Tensor, listed: list[Run]) -> list[torch.Tensor]:

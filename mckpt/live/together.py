@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from mckpt.errors import MckptError
+from mckpt.errors import MckptError, UsageError
 
 T = TypeVar("T")
 
 
-def gathered(work: Callable[[], T], group: Any = None) -> list[T]:
+# of a result: what must be equal on all ranks, by the name of its keyword
+Stated = Callable[[T], Mapping[str, Any]]
+
+
+def gathered(work: Callable[[], T], group: Any = None, stated: Stated[T] | None = None) -> list[T]:
     """Calls a function on every rank, and returns the results of all ranks, in their order.
 
-    If the function fails on any rank, raises the same error on every rank.
+    If the function fails on any rank, raises the same error on every rank. If ranks state other
+    values, raises UsageError on every rank, with all that differ.
     """
     import torch.distributed as dist
 
     result: Any = None
+    said: Mapping[str, Any] = {}
     own: BaseException | None = None
     try:
         result, failed = work(), None
+        said = {name: _plain(value) for name, value in stated(result).items()} if stated else {}
     except MckptError as error:
         own, failed = error, error
     except Exception as error:  # of any kind, because the other ranks wait for this one
@@ -30,11 +38,17 @@ def gathered(work: Callable[[], T], group: Any = None) -> list[T]:
             raise own
         return [result]
     every: list[Any] = [None] * dist.get_world_size()
-    call(dist.all_gather_object, every, (result, failed), group=group)
-    errors = {rank: error for rank, (_, error) in enumerate(every) if error is not None}
+    call(dist.all_gather_object, every, (result, failed, said), group=group)
+    errors = {rank: error for rank, (_, error, _) in enumerate(every) if error is not None}
     if errors:
         raise _merged(errors) from own
-    return [result for result, _ in every]
+    if unlike := _unlike([said for *_, said in every]):
+        raise UsageError.of(
+            "the ranks of the model do not ask for the same:",
+            unlike,
+            "Call the function on all ranks with the same keywords.",
+        )
+    return [result for result, *_ in every]
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -44,12 +58,13 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def own_result(work: Callable[[], T]) -> T:
+def own_result(work: Callable[[], T], stated: Stated[T] | None = None) -> T:
     """Calls a function on every rank, as `gathered`, and returns the result of this rank, which is
     not sent.
     """
     kept: list[T] = []
-    gathered(lambda: kept.append(work()))
+    say = None if stated is None else lambda _: stated(kept[0])
+    gathered(lambda: kept.append(work()), stated=say)
     return kept[0]
 
 
@@ -60,10 +75,59 @@ def call(collective: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         return collective(*args, **keywords)
     except RuntimeError as error:
-        raise MckptError(
-            "the ranks of the model lost each other: a rank has ended or does not answer. Look for"
-            f" the error of that rank, and start all ranks again ({error})"
-        ) from error
+        raise lost(error) from error
+
+
+def refusal_of(work: Callable[[], object]) -> MckptError | None:
+    """Calls a function, and returns its error; None if it has none."""
+    try:
+        work()
+    except MckptError as error:
+        return error
+    return None
+
+
+def lost(reason: object) -> MckptError:
+    """Returns the error of ranks that no longer reach each other."""
+    return MckptError(
+        "the ranks of the model lost each other: a rank has ended or does not answer. Look for"
+        f" the error of that rank, and start all ranks again ({reason})"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Returns what can be compared of the value of a keyword: of an object its class only."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in sorted(value.items(), key=str)}
+    return "a function" if callable(value) else type(value).__name__
+
+
+def _unlike(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each name of which ranks state other values."""
+    lines = []
+    if len({said.get("function") for said in every}) > 1:  # whose keywords are others
+        every = [{"function": said.get("function")} for said in every]
+    for name in dict.fromkeys(name for said in every for name in said):
+        ranks: dict[str, list[int]] = {}
+        for rank, said in enumerate(every):
+            ranks.setdefault(repr(said[name]) if name in said else "nothing", []).append(rank)
+        if len(ranks) > 1:
+            held = (f"{value} on {_listed(some)}" for value, some in ranks.items())
+            lines.append(f"{name}: {', '.join(held)}")
+    return lines
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = "" if len(ranks) < 5 else f" and {len(ranks) - 4} more"
+    return f"rank {', '.join(map(str, ranks[:4]))}{more}"
 
 
 def _merged(errors: dict[int, MckptError]) -> MckptError:

@@ -13,6 +13,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,11 @@ WRAPPED: tuple[tuple[str, dict[str, int]], ...] = (
     ("llama", {"pp": 2}),
     ("qwen3-moe", {"ep": 2, "etp": 1}),
 )
+# what a user may do wrong, such as other keywords on one rank; and master copies
+EXTRA: dict[str, dict[str, Any]] = {
+    "trains": {"trains": True},
+    "hands": {"hands": True},
+}
 
 
 def main(work: Path) -> int:
@@ -50,6 +57,11 @@ def main(work: Path) -> int:
         cases.append(
             {**one, "name": f"{one['name']}-wrapped", "loads": one["loads"][:2], "saves": []}
         )
+    tiny.tiny_random("qwen3", work / "other", seed=7)
+    sources = [str(work / "hf" / "qwen3"), str(work / "other")]
+    for name, more in EXTRA.items():
+        one = {**case_of(work, "qwen3", {"tp": 2}), **more, "name": name, "saves": []}
+        cases.append({**one, "loads": one["loads"][:1], "sources": sources})
     out = work / "results"
     out.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))
@@ -57,7 +69,7 @@ def main(work: Path) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD}", judge]
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run([*command, str(work / "cases.json"), str(out)], env=environ, check=False)
-    passed = True
+    passed = lost(work, command, environ, cases[-1])
     for case in cases:
         path = out / f"{case['name']}.json"
         found = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": "none"}
@@ -65,10 +77,37 @@ def main(work: Path) -> int:
         wrong = [text for one in listed for text in one]
         if found["ok"]:
             wrong += [text for saved in case["saves"] for text in saved_problems(case, *saved)]
+            wrong += unequal(found.get("errors", {}))
         passed &= found["ok"] and not wrong
         said = "; ".join(wrong[:3]) if found["ok"] else str(found["error"])
         print(case["name"], "fails: " + said if said else f"passes in {found['seconds']} s")
     return 0 if passed else 1
+
+
+def unequal(errors: dict[str, list[str]]) -> list[str]:
+    """Returns which of the errors not all ranks have."""
+    return [f"{name}: {said}" for name, said in errors.items() if len(set(said)) > 1 or not said[0]]
+
+
+def lost(work: Path, command: list[str], environ: dict[str, str], case: dict[str, Any]) -> bool:
+    """Lets a rank leave while tensors are on their way. The other one must not return them, also
+    where NCCL only aborts what is left of its communicator.
+    """
+    out = work / "lost"
+    out.mkdir(parents=True, exist_ok=True)
+    one = {**case, "name": "lost", "hands": False, "fault": "lost_in_call", "timeout": 20}
+    (out / "cases.json").write_text(json.dumps([one]))
+    environ = {**environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    began = time.monotonic()
+    with suppress(subprocess.TimeoutExpired):
+        given = [*command, str(out / "cases.json"), str(out)]
+        subprocess.run(given, env=environ, check=False, timeout=150)
+    path, seconds = out / "lost.json", round(time.monotonic() - began)
+    found = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": "none"}
+    said = found["errors"][0] if found["ok"] else str(found["error"])
+    passed = "the ranks of the model lost each other" in said
+    print("lost", f"passes in {seconds} s" if passed else f"fails after {seconds} s: {said}")
+    return passed
 
 
 def case_of(work: Path, case: str, size: dict[str, int]) -> dict[str, Any]:

@@ -30,6 +30,10 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        with the first loaded into its adapters. `refused`: directories of PEFT that do not fit
        -> wrong: {name of a check: what differs, on any rank}
        -> refused: the error for each of these
+       hands: true does what a user may do wrong (`hands`), with `sources`: two directories of the
+       same shapes
+       options: of mckpt.trainer.train, for `trains`
+       -> errors: of each of these, one for each rank, by a name
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
@@ -40,6 +44,7 @@ live   checkpoint: of Megatron, which megatron-core itself loads
 
 from __future__ import annotations
 
+import copy
 import functools
 import runpy
 import sys
@@ -69,12 +74,21 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     """Runs the parts of one case on this rank, with a model that is built and not filled."""
     if "fault" in case:
         return {"errors": fault(case, chunks)}
+    wrapped = fresh(chunks)
+    differs: dict[str, list[str]] = {}
+    if case["loads"]:  # before anything else has asked for its sharded_state_dict()
+        source, options = case["loads"][0]
+        live.load(wrapped, source, **options)
+    first = {name: value.clone() for name, value in load.weights(chunks)}
     load.load(chunks, args, case["checkpoint"])
     wanted = {name: value.clone() for name, value in load.weights(chunks)}
-    differs: dict[str, list[str]] = {}
+    if case["loads"]:
+        differs["fresh"] = on_any_rank(n for n in wanted if not same(first[n], wanted[n]))
+    if case.get("hands"):
+        return {"differs": differs, **hands(case, chunks, wanted)}
     for number, (source, options) in enumerate(case["loads"]):
         load.mark(chunks)
-        live.load(chunks, source, **options)
+        live.load(wrapped, source, **options)
         differs[str(number)] = on_any_rank(
             name for name, value in load.weights(chunks) if not same(value, wanted[name])
         )
@@ -96,6 +110,107 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     for engine, ports in case.get("engines", {}).items():
         push(chunks, case["like"], engine, *ports)
     return {"differs": differs, "exported": exported}
+
+
+def fresh(chunks: list[Any]) -> list[Any]:
+    """Wraps chunks as get_model() of Megatron-LM does, after which a router's expert_bias has the
+    dtype of the model until the first step.
+    """
+    from megatron.core.transformer.module import Float16Module
+
+    dtypes = {value.dtype for _, value in load.weights(chunks[:1])}
+    if not dtypes & {torch.bfloat16, torch.float16}:
+        return chunks
+    for chunk in chunks:
+        chunk.config.bf16, chunk.config.fp16 = torch.bfloat16 in dtypes, torch.float16 in dtypes
+    return [Float16Module(chunk.config, chunk) for chunk in chunks]
+
+
+# keyword of Sync -> its value on rank 0, and on the others
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "bucket_bytes": (65536, "1MiB"),
+    "slices": (True, False),
+    "dtype": (None, "fp32"),
+    "quantize": (None, "fp8"),
+    "to": (0, 1),
+    "adapter": ("none", "merged"),
+    "snapshot": (True, False),
+    "allow_overflow": (True, False),
+    "vocab_size": (None, 131),
+}
+
+
+def hands(
+    case: dict[str, Any], chunks: list[Any], wanted: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Does what a user may do wrong, on all ranks or on one of them. Returns the errors of all
+    ranks by a name, and what is wrong with the values that were given nevertheless.
+    """
+    like, rank = case["like"], dist.get_rank()
+    source = case["loads"][0][0]
+    errors: dict[str, list[str]] = {}
+    wrong: dict[str, list[str]] = {}
+
+    def note(name: str, work: Callable[[], Any]) -> None:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, refusal(work))
+        errors[name] = every
+
+    for name, values in UNLIKE.items():
+        options = {"bucket_bytes": "4MiB", name: values[rank > 0]}
+        note(f"Sync {name}", lambda o=options: live.Sync(chunks, like=like, **o))
+    names = list(mckpt.open(like).hf_tensors())
+    receivers = (lambda r: names) if rank else (lambda r: names[:3])
+    note("Sync receivers", lambda: live.Sync(chunks, like=like, to=receivers))
+    for name, options in (("broadcast", {"broadcast": rank == 0}), ("threads", {"threads": -rank})):
+        note(f"load {name}", lambda o=options: live.load(chunks, source, **o))
+    note("load source", lambda: live.load(chunks, case["sources"][rank > 0]))
+    destination = Path(case["sources"][0]).parent
+    note("save dst", lambda: live.save_hf(chunks, destination / f"dst{rank}", like=like))
+    note("no chunks", lambda: live.load(chunks if rank == 0 else [], source))
+    note("a chunk", lambda: live.load(chunks[0], source))
+    note("functions", lambda: (live.load if rank else live.describe)(chunks, *[source][:rank]))
+    live.load(chunks, source, broadcast=True, threads=1 + rank, max_memory="64MiB")
+    wrong["threads of each rank"] = changed(chunks, wanted)
+
+    sync = live.Sync(chunks, like=like, bucket_bytes="1MiB")
+    right = on_the_host(sync())
+    layers = next(m for chunk in chunks for m in chunk.modules() if hasattr(m, "linear_qkv"))
+    inner, weight = layers.linear_qkv, layers.linear_qkv.weight
+    held = weight.data
+    if rank == 1:
+        weight.data = held.float()
+    note("dtype", lambda: list(sync()))
+    weight.data = held
+    if rank == 1:
+        weight.data = held[:-1]
+    note("shape", lambda: list(sync()))
+    weight.data = held
+    if rank == 1:
+        layers.linear_qkv = copy.copy(inner)
+    note("module", lambda: list(sync()))
+    layers.linear_qkv = inner
+    weight.data = held.clone()
+    wrong["storage"] = unlike(on_the_host(sync()), right)
+    kept, size = held.clone(), held.untyped_storage().nbytes()
+    weight.data = held
+    if rank == 1:
+        held.untyped_storage().resize_(0)
+    note("released", lambda: list(sync()))
+    note("released load", lambda: live.load(chunks, source))
+    note("released save", lambda: live.save_hf(chunks, destination / "none", like=like))
+    held.untyped_storage().resize_(size)
+    held.copy_(kept)
+    wrong["restored"] = unlike(on_the_host(sync()), right)
+    sync, given = live.Sync(chunks, like=like, bucket_bytes="1MiB", snapshot=True), {}
+    for name, tensor in sync():
+        given[name] = tensor.to("cpu", copy=True)
+        for _, value in load.weights(chunks) if len(given) == 1 else ():
+            value.mul_(2)
+    for _, value in load.weights(chunks):
+        value.div_(2)
+    wrong["snapshot"] = unlike(given, right)
+    return {"errors": errors, "wrong": wrong}
 
 
 @torch.no_grad()
@@ -284,7 +399,7 @@ def unlike(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> l
 
 def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
     """Fills a model that is ready to be trained."""
-    options = train.Options(dtype="bfloat16")
+    options = train.Options(dtype="bfloat16", **case.get("options", {}))
     args = train.run_args(args, options)
     with cpu.as_cuda():
         chunks, optimizer, _ = train.set_up(args, options)
@@ -305,7 +420,23 @@ def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
             found = bits()
             wrong = [name for name in wanted if not same(found[name], wanted[name])]
             differs[str(number)] = on_any_rank(wrong)
-    return {"differs": differs, "masters": sum("master" in name for name in wanted)}
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.step()
+            found = bits()
+            wrong = [name for name in wanted if not same(found[name], wanted[name])]
+            differs[f"{number} after a step"] = on_any_rank(wrong)
+        load.mark(models)
+        refused = refusals(chunks, *case["loads"][0][:1], None, load_optimizer=False)
+        live.load(chunks, case["loads"][0][0], keep_masters=True)
+        load.mark(models)
+        optimizer.step()  # writes the master copies into the parameters
+        found = bits()
+        assert [name for name in wanted if not same(found[name], wanted[name])] == []
+    masters = sum("master" in name for name in wanted)
+    return {"differs": differs, "masters": masters, "errors": {"load": refused}}
 
 
 def run_resumed(case: dict[str, Any], args: Any) -> dict[str, Any]:
@@ -369,11 +500,13 @@ def overlapping() -> Iterator[None]:
         distributed.DistributedDataParallelConfig = kept
 
 
-def refusals(chunks: list[Any], source: str, optimizer: Any) -> list[str]:
+def refusals(
+    chunks: list[Any], source: str, optimizer: Any, load_optimizer: bool = True
+) -> list[str]:
     """Returns the error of each rank; "" for a rank that has none."""
     error = ""
     try:
-        live.load(chunks, source, optimizer=optimizer, load_optimizer=True)
+        live.load(chunks, source, optimizer=optimizer, load_optimizer=load_optimizer)
     except MckptError as e:
         error = str(e)
     every: list[Any] = [None] * dist.get_world_size()
@@ -544,6 +677,18 @@ def other_settings(chunks: list[Any]) -> None:
         chunks[0].rotary_base = 77
 
 
+def lost_in_call(chunks: list[Any]) -> None:
+    """Lets one rank leave while the tensors of a Sync are on their way."""
+    sync = live.Sync(chunks, like=LIKE[0], bucket_bytes=16384, slices=True)
+    for number, _ in enumerate(sync()):
+        if dist.get_rank() == 1 and number == 2:
+            raise SystemExit
+    raise AssertionError("a rank has all tensors, although another one has left")
+
+
+LIKE = [""]  # of the model of a fault
+
+
 def lost_rank(chunks: list[Any]) -> None:
     """Lets one rank leave before the load."""
     if dist.get_rank() == 1:
@@ -559,6 +704,7 @@ FAULTS = {
         other_settings,
         failing_read,
         lost_rank,
+        lost_in_call,
     )
 }
 
@@ -571,6 +717,7 @@ def fault(case: dict[str, Any], chunks: list[Any]) -> list[str | None]:
         dist.distributed_c10d._get_default_store(),
     )
     said = ""
+    LIKE[0] = case["loads"][0][0]
     try:
         FAULTS[case["fault"]](chunks)
         live.load(chunks, *case["loads"][0][:1], **case["loads"][0][1])

@@ -38,6 +38,23 @@ SAVES: dict[str, dict[str, Any]] = {
     "torch": {"format": "torch", "tp": 2, "pp": 2, "background": True, "checksum": "sha256"},
 }
 ENGINES = ("sglang", "vllm")
+# of Sync, as UNLIKE in tests/helpers/live_cases.py
+KEYWORDS = (
+    "bucket_bytes",
+    "slices",
+    "dtype",
+    "quantize",
+    "to",
+    "adapter",
+    "snapshot",
+    "allow_overflow",
+    "vocab_size",
+)
+# args of pipelines whose stages do not have the same number of layers
+UNEVEN: dict[str, dict[str, Any]] = {
+    "uneven": {"decoder_first_pipeline_num_layers": 1},
+    "uneven-layout": {"pipeline_model_parallel_layout": "Et|tttL"},
+}
 FAULTS = (
     "extra_parameter",
     "hidden_parameter",
@@ -45,6 +62,7 @@ FAULTS = (
     "other_settings",
     "failing_read",
     "lost_rank",
+    "lost_in_call",
 )
 
 
@@ -109,6 +127,15 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
     for case, size in (("qwen3", {"tp": 2}), ("qwen3-moe", {"ep": 2, "etp": 1})):
         loads = (tiny_model(case), {}), (tiny_model(case), {"broadcast": True})
         add(f"trains-{case}", tiny_model(case), size, *loads, trains=True)
+    add("trains-whole", tiny_model("qwen3"), {"tp": 2}, (tiny_model("qwen3"), {}), trains=True)
+    cases[-1]["options"] = {"distributed_optimizer": False}
+    other = tiny.tiny_random("qwen3", work / "same-shapes", seed=7)
+    add("hands", tiny_model("qwen3"), {"tp": 2}, (tiny_model("qwen3"), {}), hands=True)
+    cases[-1] |= {"like": str(tiny_model("qwen3")), "timeout": 20}
+    cases[-1]["sources"] = [str(tiny_model("qwen3")), str(other)]
+    for name, split in UNEVEN.items():
+        add(name, tiny_model("qwen3"), {"pp": 2}, args=split, like=str(tiny_model("qwen3")))
+        cases[-1]["saves"] = [[str(work / "saved" / name), {}]]
     # the last rank's rows of the vocabulary are padding: 131 tokens have 256 rows
     add("padding", tiny_model("llama"), {"tp": 4}, (tiny_model("llama"), {}))
     engines = {name: [launching.free_port(), launching.free_port()] for name in ENGINES}
@@ -162,7 +189,7 @@ def test_a_live_model_gets_the_bits_of_the_file_route(
     for size in sizes_of(case):
         result = filled[name_of(case, size)]
         assert result["ok"], explain(result)
-        assert result["differs"] == {"0": [], "1": []}
+        assert result["differs"] == {"fresh": [], "0": [], "1": []}
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
@@ -212,15 +239,65 @@ def test_a_saved_model_is_that_of_the_file_route(
 def test_replicas_share_the_reading(case: str, filled: dict[str, dict[str, Any]]) -> None:
     result = filled[f"shared-{case}"]
     assert result["ok"], explain(result)
-    assert result["differs"] == {"0": [], "1": []}
+    assert result["differs"] == {"fresh": [], "0": [], "1": []}
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "whole"])
 def test_master_copies_follow_the_parameters(case: str, filled: dict[str, dict[str, Any]]) -> None:
     result = filled[f"trains-{case}"]
     assert result["ok"], explain(result)
     assert result["masters"]
-    assert result["differs"] == {"0": [], "1": []}
+    assert not any(result["differs"].values()), result["differs"]
+    assert "0 after a step" in result["differs"]
+    assert all("would put the old weights back" in said for said in result["errors"]["load"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((f"Sync {name}", f"  - {name}: ") for name in KEYWORDS),
+        ("Sync receivers", "  - the plan, which `like`, `args` and `to` decide: "),
+        ("load broadcast", "  - broadcast: True on rank 0, False on rank 1, 2, 3"),
+        ("load threads", "threads is -1, and must be a whole number"),
+        ("load source", "  - source: "),
+        ("save dst", "  - dst: "),
+        ("no chunks", "model_chunks is empty; each rank gives the list of its own chunks"),
+        ("a chunk", "model_chunks is a GPTModel; give the list of chunks"),
+        ("functions", "  - function: 'describe' on rank 0, 'load' on rank 1, 2, 3"),
+        ("dtype", "linear_qkv.weight: was bfloat16 [384, 48] when the live model was described"),
+        ("shape", "and is bfloat16 [383, 48] now; make the Sync again"),
+        ("module", "modules of the live model were added, removed or replaced"),
+        ("released", "linear_qkv.weight: its elements are not in memory"),
+        ("released load", "linear_qkv.weight: its elements are not in memory"),
+        ("released save", "linear_qkv.weight: its elements are not in memory"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(
+    name: str, said: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    result = filled["hands"]
+    assert result["ok"], explain(result)
+    errors = result["errors"][name]
+    assert said in errors[0]
+    assert len(set(errors)) == 1
+
+
+def test_moved_weights_snapshots_and_other_threads_give_the_right_values(
+    filled: dict[str, dict[str, Any]],
+) -> None:
+    result = filled["hands"]
+    assert result["ok"], explain(result)
+    assert len(result["wrong"]) == 4
+    assert not any(result["wrong"].values()), result["wrong"]
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_saved_model_has_the_stages_of_the_live_one(
+    name: str, work: Path, filled: dict[str, dict[str, Any]]
+) -> None:
+    assert filled[name]["ok"], explain(filled[name])
+    saved = mckpt.open(work / "saved" / name).opened.parallel()
+    assert saved.split(4) == [1, 3]
 
 
 @pytest.mark.parametrize("case", ["quantised", "padding"])
@@ -229,7 +306,7 @@ def test_quantised_weights_and_padding_are_filled(
 ) -> None:
     result = filled[case]
     assert result["ok"], explain(result)
-    assert result["differs"] == {"0": []}
+    assert result["differs"] == {"fresh": [], "0": []}
 
 
 @pytest.mark.parametrize(
@@ -259,8 +336,11 @@ def test_all_ranks_raise_the_error_of_one(
     assert len(set(result["errors"])) == 1
 
 
-def test_ranks_that_lost_another_one_raise_an_error(filled: dict[str, dict[str, Any]]) -> None:
-    result = filled["lost_rank"]
+@pytest.mark.parametrize("fault", ["lost_rank", "lost_in_call"])
+def test_ranks_that_lost_another_one_raise_an_error(
+    fault: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    result = filled[fault]
     assert result["ok"], explain(result)
     errors = result["errors"]
     assert errors.pop(1) == ""
@@ -325,5 +405,5 @@ def test_models_of_other_mechanisms(case: str, families: dict[str, dict[str, Any
     for dialect in names:
         result = families[f"{case}-{dialect}"]
         assert result["ok"], explain(result)
-        assert result["differs"] == {"0": []}
+        assert result["differs"] == {"fresh": [], "0": []}
         assert result["exported"] == {"0": []}
