@@ -48,8 +48,21 @@ COMMANDS = {
 }
 
 
+class _Program(Commands):
+    """All commands of mckpt."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            # click would print an empty line for it, which --json must not have
+            if sys.stderr.isatty() and not _wants_json():
+                echo("", err=True)  # behind ^C
+            raise click.exceptions.Abort from error
+
+
 @click.group(
-    cls=Commands,
+    cls=_Program,
     commands=Imported(COMMANDS),
     context_settings={
         "help_option_names": ["-h", "--help"],

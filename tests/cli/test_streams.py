@@ -44,6 +44,7 @@ def test_a_signal_interrupts_and_the_same_command_goes_on(
     _, said = process.communicate(timeout=20)
     last = said.splitlines()[-1]
     assert process.returncode == code and "Traceback" not in said, said
+    assert "" not in said.splitlines()  # with --json, every line is an object
     assert (
         last == f"mckpt: interrupted by {number.name}; the same command continues where it stopped"
     )
