@@ -77,7 +77,7 @@ def main(work: Path) -> int:
         wrong = [text for one in listed for text in one]
         if found["ok"]:
             wrong += [text for saved in case["saves"] for text in saved_problems(case, *saved)]
-            wrong += unequal(found.get("errors", {}))
+            wrong += unequal(found["errors"]) if case["name"] in EXTRA else []
         passed &= found["ok"] and not wrong
         said = "; ".join(wrong[:3]) if found["ok"] else str(found["error"])
         print(case["name"], "fails: " + said if said else f"passes in {found['seconds']} s")
