@@ -27,17 +27,17 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record_event(self, *args: Any) -> _Stream:
+    def record_event(self, *args: Any, **kwargs: Any) -> _Stream:
         return self
 
-    def synchronize(self) -> None:
+    def synchronize(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
-def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _to_host(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -72,7 +72,7 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 _seed = [0]  # of the CUDA generator, which does not exist here
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Returns the state of a CUDA generator that has drawn nothing: the bytes of seed and offset,
     int64 each.
     """
@@ -83,7 +83,7 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     _seed[0] = int(state.view(torch.int64)[0])
 
 
-def _manual_seed(seed: int) -> None:
+def _manual_seed(seed: int, *args: Any, **kwargs: Any) -> None:
     _seed[0] = seed
 
 
@@ -93,11 +93,15 @@ def _all_gather(even: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def gather(
-        outputs: list[torch.Tensor], piece: torch.Tensor, group: Any = None, async_op: bool = False
+        outputs: list[torch.Tensor],
+        piece: torch.Tensor,
+        group: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         rows = [len(output) for output in outputs] if piece.dim() else [0]
         if min(rows) == max(rows):
-            return even(outputs, piece, group=group, async_op=async_op)
+            return even(outputs, piece, group, *args, **kwargs)
         received = piece.new_empty((sum(rows), *piece.shape[1:]))
         dist.all_to_all_single(
             received,
@@ -150,12 +154,20 @@ class _Gloo(dist.ProcessGroupGloo):
         store: Any,
         rank: int,
         size: int,
+        *args: Any,
         timeout: datetime.timedelta = dist.default_pg_timeout,
+        **settings: Any,
     ) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs have only a part of it
-        options = gloo._Options()
+        gloo: Any = super()  # torch's stubs have only a part of it
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        if args or not all(hasattr(options, name) for name in settings):
+            # arguments of a later torch: a group with a device of its own works too
+            gloo.__init__(store, rank, size, *args, timeout=timeout, **settings)
+            return
         options._timeout, options._devices = timeout, [_device(os.getpid())]
-        super().__init__(store, rank, size, options)
+        for name, value in settings.items():
+            setattr(options, name, value)
+        gloo.__init__(store, rank, size, options)
 
 
 @functools.cache
@@ -220,7 +232,7 @@ def install() -> None:
 
     # There are no CUDA generators to fork. Dropout then draws from torch's own generator.
     random.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
-    random._get_cuda_rng_state = lambda *args, **kwargs: _get_rng_state()
+    random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
     # It allocates on "cuda", and is called only if no mask is given.
     utils.get_default_causal_mask = lambda sq: torch.ones(sq, sq, dtype=torch.bool).triu(1)
