@@ -32,6 +32,14 @@ _COPY = 1 << 22  # bytes that are unpacked at a time
 # quarters, and nothing shrinks to less than a thousandth; _ROOM is for archives that are tiny.
 _RATIO = 50
 _ROOM = 1 << 30  # bytes
+# Headers that hold the long name or other fields of the member behind them: bytes of one, which
+# tarfile reads whole, and how many may precede a member. NeMo writes none, or one for a long name.
+_LONG = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
+_LONGEST = 1 << 20
+_NESTED = 8
 
 
 class Archive:
@@ -68,10 +76,11 @@ class Archive:
 
     def _time(self) -> int:
         """Returns when the archive was changed, in ns; in a sparse copy the time of the object,
-        because each block that is downloaded changes the file, and the store compares versions.
+        because each block that is downloaded changes the file, and the store compares versions. The
+        time of an unpacked archive is that of the archive, so that a later run knows it again.
         """
-        holes = sparse_copy.holes(self.tar)
-        return holes.object.time if holes else self.tar.stat().st_mtime_ns
+        holes = sparse_copy.holes(self.path)
+        return holes.object.time if holes else self.path.stat().st_mtime_ns
 
     def list(self) -> dict[str, Object]:
         """Returns the members by name."""
@@ -89,12 +98,12 @@ class Archive:
                     " nothing writes there"
                 )
             nbytes, at = max(0, min(nbytes, self.objects[name].size - at)), self.places[name] + at
-            fd = descriptors.open_file(self.tar)
-            try:
-                fetched = descriptors.fetch(fd, nbytes, at)
-                return descriptors.pread(fd, nbytes, at) if fetched is None else fetched
-            finally:
-                descriptors.close(fd)
+            with _File(self.tar) as file:
+                fetched = descriptors.fetch(file.fd, nbytes, at)
+                if fetched is not None:
+                    return fetched
+                file.seek(at)
+                return file.read(nbytes)
         except OSError as e:
             raise unreadable(self.path, e) from e
 
@@ -129,7 +138,12 @@ class _File(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         # a header may state any size, and the memory for it would be allocated first
         left = max(0, self.size - self.at)
-        return super().read(min(size, left) if size >= 0 else left) or b""
+        buffer = bytearray(min(size, left) if size >= 0 else left)
+        done = 0
+        # the operating system may read less than it is asked for
+        while done < len(buffer) and (some := self.readinto(memoryview(buffer)[done:])):
+            done += some
+        return bytes(buffer[:done])
 
     def readinto(self, buffer: Any) -> int:
         if self.at >= self.size:  # it may be beyond the numbers of the operating system
@@ -141,6 +155,36 @@ class _File(io.RawIOBase):
         if not self.closed:
             descriptors.close(self.fd)
         super().close()
+
+
+class _Member(tarfile.TarInfo):
+    """A header of a tar file. tarfile calls `_proc_member` for each, and documents that subclasses
+    may override it.
+    """
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.size < 0:
+            raise _BadHeader(f"{self.name[:80]!r} has {self.size:,} bytes")
+        if self.type not in _LONG:
+            return super()._proc_member(tar)  # type: ignore[misc]
+        if self.size > _LONGEST:
+            raise _BadHeader(
+                f"the header of a long name at byte {self.offset:,} has {self.size:,} bytes, more"
+                f" than {_LONGEST:,}"
+            )
+        # each is followed by the header that it belongs to
+        tar.nested = getattr(tar, "nested", 0) + 1  # type: ignore[attr-defined]
+        if tar.nested > _NESTED:  # type: ignore[attr-defined]
+            raise _BadHeader(
+                f"more than {_NESTED} headers of long names in a row end at byte {self.offset:,}"
+            )
+        found = super()._proc_member(tar)  # type: ignore[misc]
+        tar.nested = 0  # type: ignore[attr-defined]
+        return found
+
+
+class _BadHeader(Exception):
+    """A header that no archive of NeMo has."""
 
 
 def _is_compressed(path: Path) -> bool:
@@ -162,8 +206,10 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
     sizes: dict[str, int] = {}
     cure = "copy it again"
     try:
-        with _File(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
+        with _File(tar) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as opened:
             for member in opened:
+                if member.size < 0:  # of a header for long names
+                    raise _BadHeader(f"{member.name[:80]!r} has {member.size:,} bytes")
                 name = posixpath.normpath(member.name)
                 if member.isdir():
                     continue
@@ -183,7 +229,7 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
             end = opened.offset
             file.seek(end)
             last = file.read(_BLOCK)
-    except tarfile.TarError as e:
+    except (tarfile.TarError, _BadHeader) as e:
         raise SourceError(
             f"{shown}: is not a tar archive, or is truncated or damaged ({e}); {cure}"
         ) from None

@@ -19,6 +19,7 @@ import mckpt
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import SourceError
 from mckpt.storage import archive as storage_archive
+from mckpt.storage import descriptors, sparse_copy
 from tests.helpers import nemo_archive
 from tests.helpers.commands import good, refused
 
@@ -107,6 +108,25 @@ def without(part: str) -> Callable[[tarfile.TarInfo], bool]:
     return lambda member: part not in member.name
 
 
+def begun(*headers: bytes) -> Callable[[Path], None]:
+    """Returns a function that writes headers in front of an archive."""
+    return lambda path: path.write_bytes(b"".join(headers) + path.read_bytes())
+
+
+def header(kind: bytes, size: int, name: str = "a") -> bytes:
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def extended(size: int) -> bytes:
+    """Returns the headers of a member whose extended header states its size."""
+    text = f"{len(str(size)) + 9} size={size}\n".encode()
+    assert int(text.split()[0]) == len(text)
+    return header(tarfile.XHDTYPE, len(text)) + text.ljust(512, b"\0") + header(b"0", 0, "long")
+
+
+LONG_NAME = header(tarfile.GNUTYPE_LONGNAME, 2) + b"a".ljust(512, b"\0")
 # name -> the damage, and words of the error
 DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "empty": (cut(0), ("a.nemo: is not a tar archive",)),
@@ -118,6 +138,23 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "absolute": (rewritten(named("/tmp/evil")), ("'/tmp/evil' lies outside of the archive",)),
     "twice": (rewritten(named("./model_config.yaml")), ("has 'model_config.yaml' twice",)),
     "link": (rewritten(linked), ("'./a_tokenizer.model' is a link",)),
+    "a long name of gigabytes": (
+        begun(header(tarfile.GNUTYPE_LONGNAME, 2 << 30)),
+        ("a.nemo", "long name at byte 0 has 2,147,483,648 bytes, more than 1,048,576"),
+    ),
+    "an extended header of gigabytes": (
+        begun(header(tarfile.XHDTYPE, 2 << 30)),
+        ("a.nemo", "at byte 0 has 2,147,483,648 bytes"),
+    ),
+    "long names in a row": (
+        begun(LONG_NAME * 1000),
+        ("a.nemo", "more than 8 headers of long names in a row"),
+    ),
+    "a negative size": (begun(header(b"0", -512, "minus")), ("a.nemo", "'minus' has -512 bytes")),
+    "a negative size of an extended header": (
+        begun(extended(-5)),
+        ("a.nemo", "'long' has -5 bytes"),
+    ),
     "no config": (rewritten(without("model_config")), ("no checkpoint that mckpt knows",)),
     "no weights": (rewritten(without("/model_weights")), ("no checkpoint that mckpt knows",)),
     "no chunk": (
@@ -171,6 +208,40 @@ def test_an_archive_is_unpacked_once_for_the_processes_of_a_machine(tmp_path: Pa
     assert pickle.loads(pickle.dumps(first)).tar == first.tar
     first.tar.unlink()
     assert pickle.loads(pickle.dumps(first)).tar != first.tar
+
+
+def test_a_compressed_archive_is_known_again(tmp_path: Path) -> None:
+    """It is unpacked again for each run, and the identity of its source is that of the archive."""
+    folder, config = nemo_archive.zarr(tmp_path, "model.", "model_weights")
+    archive = nemo_archive.pack(folder, nemo_archive.described(config), tmp_path / "a.nemo", "w:gz")
+    convert = ("megatron-to-hf", archive, tmp_path / "out", "--vocab-size", 14)
+    states = []
+    for _ in range(2):
+        source = mckpt.Checkpoint.open(archive, VOCABULARY)
+        planned = mckpt.plan(source, tmp_path / "out", format="hf")
+        states.append((planned.digest, str(planned.state())))
+        sparse_copy.clean()
+    assert states[0] == states[1]
+    good(*convert)
+    sparse_copy.clean()
+    said = good(*convert)
+    assert "is done already" in said.out and "moved, touched" not in said.err
+
+
+def test_a_read_that_the_system_cuts_short_goes_on(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = descriptors.preadv
+    monkeypatch.setattr(
+        descriptors, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:100]], at)
+    )
+    archive = storage_archive.Archive(whole)
+    name = max(archive.objects, key=lambda name: archive.objects[name].size)
+    size = archive.objects[name].size
+    assert size > 200
+    with tarfile.open(whole) as opened:
+        expected = opened.extractfile(f"./{name}")
+        assert expected and archive.read(name, 0, size) == expected.read()
 
 
 def test_the_whole_archive_is_checked_without_the_size_of_the_vocabulary(whole: Path) -> None:
