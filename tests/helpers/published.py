@@ -36,9 +36,8 @@ REPOSITORIES: dict[str, dict[str, Any]] = yaml.safe_load(
 DIALECTS = {
     "flan-t5-base": ("t5",),
     "megatron-bert-cased-345m": ("bert",),
-    **dict.fromkeys(
-        ("exaone-4.0-1.2b", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b"), ("bridge",)
-    ),
+    **dict.fromkeys(("exaone-4.0-1.2b", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b"), ("bridge",)),
+    **dict.fromkeys(("gemma-3-1b", "gemma-3-4b"), ("bridge",)),
     **dict.fromkeys(("mimo-v2-flash", "minimax-m2.5", "olmoe-1b-7b"), ("bridge",)),
     **dict.fromkeys(("gemma-4-26b-a4b-text", "gemma-4-31b-text"), ("bridge_gemma4",)),
     "falcon-h1-0.5b": ("parallel_mamba",),
@@ -187,7 +186,8 @@ def _write(name: str, directory: Path) -> None:
     kind = class_of(config)
     for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
         config.pop(key, None)
-    if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
+    # transformers 5 ties by default, and most published files with a text_config are not tied
+    if "text_config" in config and not name.startswith("gemma"):
         config.setdefault("tie_word_embeddings", False)
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(renamed.config(config))).to(torch.bfloat16)

@@ -21,6 +21,11 @@ from mckpt.formats.megatron.run_config import RUN_CONFIG
 from tests.helpers import bridge_facts, made_models
 
 CASES = made_models.BRIDGE_MODELS
+# model_type -> the starts of names in the model with images and in the text model, and its class
+TEXT = {
+    "gemma3": ("language_model.", "", "Gemma3ForCausalLM"),
+    "gemma4": ("model.language_model.", "model.", "Gemma4ForCausalLM"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +59,12 @@ def test_the_text_model_of_a_model_with_images(case: str, tmp_path: Path) -> Non
     made_models.make([case], tmp_path)
     text, config = tmp_path / "text", made_models.config(case)
     tensors = load_file(tmp_path / case / "model.safetensors")
-    start = "model.language_model."
-    named = {k.replace(start, "model."): v for k, v in tensors.items() if k.startswith(start)}
+    start, own, architecture = TEXT[config["model_type"]]
+    named = {k.replace(start, own, 1): v for k, v in tensors.items() if k.startswith(start)}
     assert len(named) < len(tensors)
     text.mkdir()
     save_file(named, text / "model.safetensors")
-    alone = {**config["text_config"], "architectures": ["Gemma4ForCausalLM"]}
+    alone = {**config["text_config"], "architectures": [architecture]}
     (text / "config.json").write_text(json.dumps(alone))
     for name in (case, "text"):
         mckpt.plan(tmp_path / name, tmp_path / "megatron" / name).run()
