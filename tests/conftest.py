@@ -105,7 +105,7 @@ def src(tiny_model: TinyModel) -> Path:
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allows any `max_memory`, so that tiny tensors are moved in many pieces."""
-    monkeypatch.setattr("mckpt.conversion.moving.LEAST_MEMORY", 1)
+    monkeypatch.setattr("mckpt.values.sizes.LEAST_MEMORY", 1)
 
 
 @pytest.fixture(scope="session")

@@ -265,9 +265,11 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
     """Returns the arguments of `Plan.run`. Raises UsageError for options that exclude each other
     in a process that is one of `ranks`.
     """
-    from mckpt.values.sizes import parse_size
+    from mckpt.values.sizes import parse_size, refuse_little
 
     workers = options["workers"] or 1
+    max_memory = parse_size(options["max_memory"], "--max-memory")
+    refuse_little(max_memory, options["threads"])
     if options["engine"] == "ray":
         from mckpt.execute import ray_tasks
 
@@ -280,7 +282,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
             )
     names = ("threads", "checksum", "allow_overflow", "resume", "engine")
     return {
-        "max_memory": parse_size(options["max_memory"], "--max-memory"),
+        "max_memory": max_memory,
         "check_replicas": options.get("check_replicas", False),
         "on_note": functools.partial(terminal.print_note, as_json=options["as_json"]),
         **{name: options[name] for name in names},

@@ -18,13 +18,9 @@ from mckpt.execute.ranks import Session
 from mckpt.geometry.join import Joined
 from mckpt.progress import OnProgress
 from mckpt.storage.files import TargetFile
-from mckpt.values.sizes import parse_size
+from mckpt.values.sizes import parse_size, refuse_little
 
 ENGINES = ("local", "ray")
-# Bytes of buffers for each thread. A block of fp8 needs 256 KiB, and a comparison has half of the
-# memory. To cast a model of 365 MB took 1.6 s with 64 MiB, 3.7 s with 256 KiB, 12 s with 16 KiB and
-# 174 s with 1 kB.
-LEAST_MEMORY = 512 << 10
 
 
 def ignore(text: str) -> None:
@@ -64,13 +60,7 @@ class RunSettings:
         UsageError for less memory than the threads need.
         """
         settings = cls(parse_size(max_memory, "--max-memory"), **others)
-        least = LEAST_MEMORY * max(1, settings.threads)
-        if settings.max_memory < least:
-            fewer = f", or lower --threads {settings.threads}" * (settings.threads > 1)
-            raise UsageError(
-                f"--max-memory {settings.max_memory:,} bytes is too little: each thread needs"
-                f" {LEAST_MEMORY >> 10}KiB; give {least >> 10}KiB or more{fewer}"
-            )
+        refuse_little(settings.max_memory, settings.threads)
         return settings
 
     @cached_property

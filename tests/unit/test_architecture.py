@@ -230,6 +230,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
         roots = {name.split(".")[0] for name in imported(module)}
         threaded = (
             "checking",
+            "cli.terminal",
             "checkpoint.comparison",
             "conversion.optimizer",
             "conversion.store_journal",
