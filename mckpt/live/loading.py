@@ -268,7 +268,7 @@ def _identity(source: Checkpoint) -> dict[str, Any]:
     found = hashlib.sha256()
     remote = sparse_copy.of(source.path) is not None
     files = sorted(map(str, source.layout.files))
-    for path in files[:: -(-len(files) // SAMPLED) or 1]:
+    for path in filter(os.path.isfile, files[:: -(-len(files) // SAMPLED) or 1]):
         size = os.path.getsize(path)
         found.update(f"{os.path.basename(path)} {size}".encode())
         if not remote:  # a sparse copy has the bytes that were asked for

@@ -32,7 +32,7 @@ def gathered(work: Callable[[], T], group: Any = None, stated: Stated[T] | None 
     except MckptError as error:
         own, failed = error, error
     except Exception as error:  # of any kind, because the other ranks wait for this one
-        own, failed = error, MckptError(f"{type(error).__name__}: {error}")
+        own, failed = error, _unexpected(error)
     if not dist.is_initialized():
         if own is not None:
             raise own
@@ -84,7 +84,13 @@ def refusal_of(work: Callable[[], object]) -> MckptError | None:
         work()
     except MckptError as error:
         return error
+    except Exception as error:  # of any kind, as in `gathered`
+        return _unexpected(error)
     return None
+
+
+def _unexpected(error: Exception) -> MckptError:
+    return MckptError(f"{type(error).__name__}: {error}")
 
 
 def lost(reason: object) -> MckptError:
