@@ -81,3 +81,23 @@ def test_each_config_has_the_same_dims_when_transformers_writes_it_again(tmp_pat
 def test_a_config_of_a_newer_transformers_has_the_published_dims(path: Path) -> None:
     published = json.loads((FIXTURES / "configs" / path.name).read_text())
     assert problems(published, parse_config(path)) == ""
+
+
+@pytest.mark.parametrize("key", ["model_name", "use_qk_norm"])
+def test_a_key_that_the_class_never_reads_is_inert(key: str) -> None:
+    """Unsloth writes model_name, and copies of Qwen3 have the key use_qk_norm of Qwen3-Coder."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3 import modeling_qwen3
+
+    assert key not in Qwen3Config().to_dict()
+    assert key not in Path(modeling_qwen3.__file__).read_text()
+    config = json.loads((FIXTURES / "configs" / "qwen3-32b.json").read_text())
+    assert not mapping.load("hf", "qwen3").unknown(config | {key: "a value"})
+
+
+def test_a_layer_of_gemma4_with_another_key_is_refused() -> None:
+    """transformers lets per_layer_config replace any key of a layer."""
+    config = parse_config(FIXTURES / "written" / "gemma-4-31b-text.json")
+    config["per_layer_config"]["05"]["sliding_window"] = 7
+    with pytest.raises(MappingError, match="only head_dim and num_key_value_heads are read"):
+        mapping.load("hf", "gemma4").read(config)
