@@ -408,10 +408,13 @@ def test_files_of_the_same_size_with_another_content_are_pushed_again(hub, cli, 
 def test_only_files_of_the_model_are_pushed(hub, cli, sharded, tmp_path):
     export = tmp_path / "export"
     shutil.copytree(sharded, export)
-    names = {p.name for p in export.iterdir()} | {"README.md"}
+    names = {p.name for p in export.iterdir()} | {"README.md", "figures/a.png"}
     (tmp_path / "secret").write_text("secret")
     for name in ("README.md", "id_rsa", "train.log", ".env"):
         (export / name).write_text("text")
+    (export / "figures").mkdir()
+    (export / "figures/a.png").write_text("image")
+    (export / "README.md").write_text("![](figures/a.png)")
     (export / "tokenizer.model").symlink_to(tmp_path / "secret")
     (export / "runs").mkdir()
     (export / "runs/model.pt").write_text("")

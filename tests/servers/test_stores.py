@@ -875,3 +875,16 @@ def test_a_rank_that_waits_lists_the_store_now_and_then(server, bucket):
     assert "rank 0 has not begun" in found[1].stderr, found
     lists = [one for one in server.control()["log"] if "list-type" in one]
     assert len(lists) <= 12, lists
+
+
+def test_the_images_of_a_model_card_go_to_a_store_and_come_back(cli, tmp_path):
+    model = Path(shutil.copytree(SRC, tmp_path / "model"))
+    (model / "README.md").write_text("![](figures/a.png)")
+    (model / "figures").mkdir()
+    for name in ("a.png", "b.png"):
+        (model / "figures" / name).write_text(name)
+    cli("hf-to-megatron", model, "s3:card")
+    cli("megatron-to-hf", "s3:card", "s3:card-hf")
+    cli("hf-to-megatron", "s3:card-hf", tmp_path / "back")
+    assert [p.name for p in (tmp_path / "back/hf/figures").iterdir()] == ["a.png"]
+    assert (tmp_path / "back/hf/figures/a.png").read_text() == "a.png"
