@@ -267,6 +267,7 @@ def test_master_copies_follow_the_parameters(case: str, filled: dict[str, dict[s
         ("dtype", "linear_qkv.weight: was bfloat16 [384, 48] when the live model was described"),
         ("shape", "and is bfloat16 [383, 48] now; make the Sync again"),
         ("module", "modules of the live model were added, removed or replaced"),
+        ("aborted", "the ranks of the model lost each other"),
         ("released", "linear_qkv.weight: its elements are not in memory"),
         ("released load", "linear_qkv.weight: its elements are not in memory"),
         ("released save", "linear_qkv.weight: its elements are not in memory"),
