@@ -36,7 +36,7 @@ _ROOM = 1 << 30  # bytes
 # tarfile reads whole, and how many may precede a member. NeMo writes none, or one for a long name.
 _LONG = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, b"X"),
 )
 _LONGEST = 1 << 20
 _NESTED = 8

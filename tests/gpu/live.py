@@ -96,6 +96,7 @@ def lost(work: Path, command: list[str], environ: dict[str, str], case: dict[str
     out = work / "lost"
     out.mkdir(parents=True, exist_ok=True)
     one = {**case, "name": "lost", "hands": False, "fault": "lost_in_call", "timeout": 20}
+    one["patience"] = 140  # NCCL writes what it knows of the failure first
     (out / "cases.json").write_text(json.dumps([one]))
     environ = {**environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
     began = time.monotonic()
