@@ -376,6 +376,7 @@ def _structure(source: Checkpoint, out: Checked) -> None:
             out.damaged += holes(source.optimizer.layout)
         if not out.damaged:
             out.suspicious += source.reader.check_replicas()
+            out.suspicious += source.reader.unbounded()
     except (SourceError, CoverError, PickleError, StorageError) as e:
         out.damaged += e.problems or [f"{e}"]
     except MckptError as e:

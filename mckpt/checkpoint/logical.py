@@ -29,7 +29,7 @@ from mckpt.storage import descriptors
 from mckpt.storage.files import opened
 from mckpt.values.adding import Lengths, Product, ZeroRow, add
 from mckpt.values.dtypes import cast, itemsize, numpy_dtype, shift
-from mckpt.values.quantisation import Grid, dequantise
+from mckpt.values.quantisation import Grid, Unbounded, dequantise, is_bounded
 
 if TYPE_CHECKING:
     import torch
@@ -322,7 +322,14 @@ class Reader(Mapping[str, "LogicalTensor"]):
             elif s.scales:
                 grid = Grid(*s.scales.grids[row].tolist())._replace(phase=phase)
                 target = to.view(numpy_dtype(s.dtype))
-                dequantise(grid, rows, target, at, m.src_pitch, m.src_step, read)
+                try:
+                    dequantise(grid, rows, target, at, m.src_pitch, m.src_step, read)
+                except Unbounded as e:
+                    raise UsageError(
+                        f"{into.tensor.format(layer=s.layer[row], expert=s.expert[row])}:"
+                        f" {self._layout.files[int(s.file[row])]}: {e}; a conversion with"
+                        " --allow-overflow writes it"
+                    ) from None
             elif offset:
                 shift(rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype)), -offset)
             elif s.rounded_from:
@@ -364,6 +371,40 @@ class Reader(Mapping[str, "LogicalTensor"]):
         mine = np.empty_like(theirs)
         self._place(s, row, [p], Piece(p.tensor, p.box, 0, row_major(p.box.shape)), mine)
         return np.array_equal(mine, theirs)
+
+    def unbounded(self) -> list[str]:
+        """Returns a sentence for each quantised tensor of which a value is not finite because of
+        its scale. Reads the scales, and the elements of those tensors whose scales are large.
+        """
+
+        def read(file: int, at: int, nbytes: int) -> np.ndarray:
+            return self._pread(file, at, np.empty(nbytes, "u1"))
+
+        found: dict[str, str] = {}
+        for s in self._layout.stored:
+            if s.scales is None or s.replica:
+                continue
+            for row, numbers in enumerate(s.scales.grids.tolist()):
+                grid = Grid(*numbers)
+                scales = grid.scales(0, -(-s.shape[0] // grid.rows), 0, grid.across, read)
+                if is_bounded(grid, scales):
+                    continue
+                place = {"layer": s.layer[row], "expert": s.expert[row]}
+                for name in {piece.tensor.format(**place) for piece in s.pieces} - found.keys():
+                    if text := self._refused(name):
+                        found[name] = text
+        return list(found.values())
+
+    def _refused(self, name: str) -> str | None:
+        """Returns the error of reading a tensor with a value that is not finite, else None."""
+        tensor = self[name]
+        step = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes))
+        try:
+            for at in range(0, len(tensor), step):
+                tensor[at : at + step].numpy()
+        except UsageError as error:
+            return f"{error}"
+        return None
 
     def padding(self) -> list[str]:
         """Returns a sentence for each stored key whose padding of the vocabulary is not zero. The

@@ -328,7 +328,8 @@ conversion_options = together(
     conversion_option(
         "--allow-overflow",
         is_flag=True,
-        help="Let values that are too large for fp16 become infinite.",
+        help="Let values that are too large for fp16, or that large scales of quantised weights"
+        " make infinite, become infinite.",
     ),
     overwrite_option,
     conversion_option(

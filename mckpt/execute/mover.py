@@ -35,7 +35,7 @@ from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.storage.descriptors import is_remote
 from mckpt.values import adding
 from mckpt.values.dtypes import cast, has_infinity, numpy_dtype, pieces, shift
-from mckpt.values.quantisation import ALONE, E4M3, VALUES, Grid, dequantise
+from mckpt.values.quantisation import ALONE, E4M3, VALUES, Grid, Unbounded, dequantise
 
 # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 PIECE = 1 << 20
@@ -376,8 +376,12 @@ class _SlabCopy:
                 adding.add(self.mover.product(c), src, out, *where, read, self.mover.lengths)
             except adding.ZeroRow as e:
                 raise Overflow(c.tensor, f"{self.mover.sources.paths[c.src_file]}: {e}") from None
-        else:
-            dequantise(self.mover.grid(c), src, out, *where, read)
+            return
+        try:
+            dequantise(self.mover.grid(c), src, out, *where, read, self.mover.allow_overflow)
+        except Unbounded as e:
+            place = f"{self.mover.sources.paths[c.src_file]}: {e}"
+            raise Overflow(c.tensor, f"{place}; --allow-overflow writes it") from None
 
     def _flush(self, strip: Strip, view: memoryview, row: int, rows: int) -> None:
         """Writes a strip's rows in the longest runs that leave the neighbouring bytes alone: all

@@ -3,7 +3,8 @@
     weight [rows, width] float8_e4m3fn      scales [ceil(rows / 128), ceil(width / 128)]
     value of (r, c) = bfloat16(float32(weight[r, c]) * float32(scales[r // 128, c // 128]))
 
-The product is rounded once. transformers (integrations/finegrained_fp8.py and mxfp4.py), DeepSeek's
+The product is rounded once. If it is not finite, although the element is, it is refused: see
+`Unbounded`. transformers (integrations/finegrained_fp8.py and mxfp4.py), DeepSeek's
 own inference/kernel.py (weight_dequant), compressed-tensors and ModelOpt (quantization/qtensor)
 compute the same values.
 
@@ -37,7 +38,13 @@ ENCODED = 32 << 10  # the same when codes are looked up
 LARGEST = 448.0  # of float8_e4m3fn
 LARGEST_E2M1 = 6.0
 
+LARGEST_VALUE = (2 - 2**-7) * 2.0**127  # of bfloat16
+
 Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> a buffer of those bytes
+
+
+class Unbounded(ValueError):
+    """An element whose scale makes it infinite, or not a number."""
 
 
 class Encoding(NamedTuple):
@@ -141,13 +148,23 @@ def scratch(rows: int, run: int) -> int:
 
 
 def dequantise(
-    grid: Grid, codes: np.ndarray, out: np.ndarray, at: int, pitch: int, step: int, read: Read
+    grid: Grid,
+    codes: np.ndarray,
+    out: np.ndarray,
+    at: int,
+    pitch: int,
+    step: int,
+    read: Read,
+    allow_overflow: bool = False,
 ) -> None:
     """Fills `out` [m, n], of any float dtype, with the values of `codes` [m, n].
 
     codes[i, j] is the byte at + i * pitch + j * step of its file. One axis goes along a row of the
     weight, the other down its columns (box.by_rows). Values are rounded to bfloat16 before they are
     cast to the dtype of `out`, so that they are equal in every dtype.
+
+    Raises Unbounded for a value that is not finite, unless its element is not or `allow_overflow`
+    is set. The elements are looked at only where a scale is so large that there may be one.
     """
     codes = codes.view("u1")
     m, n = codes.shape
@@ -174,13 +191,56 @@ def dequantise(
         count = min(m - i, most if most > 1 else -(-(grid.rows - here % grid.rows) // down))
         num = (count - 1) * down + 1 if most > 1 else 1
         scale = grid.scales(here // grid.rows, num, left, right, read)[::down]
+        bounded = allow_overflow or is_bounded(grid, scale)
         for part in pieces(count, n, CHUNK):
             found = scale[part[0] if most > 1 else slice(None)]
             of: int | np.ndarray = each if even else where[part[1]]
             if right - left == 1:  # one scale of each row is enough
                 of = 1
-            _values(grid, codes[i : i + count][part], found, of, out[i : i + count][part])
+            some = codes[i : i + count][part]
+            if not bounded:
+                first = at + (i + part[0].start) * pitch + part[1].start * step
+                _refuse(grid, some, found, of, first, pitch, step)
+            _values(grid, some, found, of, out[i : i + count][part])
         i += count
+
+
+def is_bounded(grid: Grid, scales: np.ndarray) -> bool:
+    """Returns whether every element of a weight is finite with each of these scales."""
+    with np.errstate(invalid="ignore"):
+        largest = max(float(scales.max()), -float(scales.min()))  # NaN if one is
+    return largest * _limit(grid.code) <= LARGEST_VALUE
+
+
+def _refuse(
+    grid: Grid,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    of: int | np.ndarray,
+    at: int,
+    pitch: int,
+    step: int,
+) -> None:
+    """Raises Unbounded for the first value that is not finite, although its element is.
+
+    grid, codes, scale, of: as for `_values`. at, pitch, step: the places of the codes.
+    """
+    rounded = np.empty(codes.shape, numpy_dtype(VALUES))
+    _values(grid, codes, scale, of, rounded)
+    elements = _table(grid.code, grid.phase).take(codes, mode="wrap")
+    infinite = rounded.view("u2") & 0x7F80 == 0x7F80
+    infinite &= np.isfinite(elements)
+    if not infinite.any():
+        return
+    i, j = divmod(int(infinite.argmax()), infinite.shape[1])
+    element = float(elements[i, j])
+    factor = float(np.broadcast_to(_spread(scale, of, codes.shape[1]), codes.shape)[i, j])
+    if ENCODINGS[grid.code] == MXFP4:
+        element, factor = element / 2, factor * 2
+    raise Unbounded(
+        f"{element:g} at byte {at + i * pitch + j * step:,}, times its scale {factor:g}, is"
+        f" {float(rounded[i, j]):g} in {VALUES}"
+    )
 
 
 @functools.cache
@@ -207,6 +267,13 @@ def _table(code: int, phase: int) -> np.ndarray:
         values = np.array([*E2M1, *(-value for value in E2M1)], "f4")
         return values[fields] * np.float32(2 if encoding == MXFP4 else 1)
     return (fields - encoding.offset).astype("f4")
+
+
+@functools.cache
+def _limit(code: int) -> float:
+    """Returns the largest absolute value of an element before it is scaled."""
+    values = np.abs(_table(code, 0))
+    return float(values[np.isfinite(values)].max())
 
 
 @functools.cache

@@ -159,6 +159,7 @@ def test_transformers_computes_the_same_mxfp4_values() -> None:
             256,
             1,
             lambda file, at, nbytes: held[False][at : at + nbytes],
+            allow_overflow=True,
         )
         same(out, np.ascontiguousarray(values[0].T[:, phase::2]))
 
@@ -863,3 +864,75 @@ def test_a_bad_form_is_refused(tmp_path: Path, case: str) -> None:
     src = write(tmp_path / "quantised", config_of(form), held, method)
     args = ("hf-to-megatron", src, tmp_path / "dst")
     refused(code, *words, args=args, untouched=tmp_path)
+
+
+# ---- scales with which values are not finite
+
+INF, NAN = float("inf"), float("nan")
+# form -> the suffix of the scales, one as it is stored, and the same as a number
+LARGE: list[tuple[str, str, float, float]] = [
+    ("fp8 tensor", "_scale_inv", 3e38, 3e38),
+    ("fp8 tensor of vllm", "_scale", NAN, NAN),
+    ("fp8 channel", "_scale", INF, INF),
+    ("fp8 block of compressed-tensors", "_scale", 9e36, 9e36),
+    ("int8", "_scale", 3e38, 3e38),
+    ("kimi", "_scale", 1e38, 1e38),
+    ("packed int8", "_scale", -1e37, -1e37),
+    ("mxfp8", "_scale_inv", 254, 2.0**127),
+    ("mxfp8 of modelopt", "_scale", 255, INF),
+    ("fp8 ue8m0", "_scale_inv", NAN, NAN),
+    ("mxfp4 of compressed-tensors", "_scale", 254, 2.0**127),
+    ("mxfp4 of compressed-tensors", "_scale", 255, 2.0**128),
+    ("nvfp4 of modelopt", "_scale_2", 3e38, 3e38),
+    ("nvfp4 of compressed-tensors", "_global_scale", 0.0, 0.0),
+]
+
+
+def elements(held: Arrays, key: str) -> np.ndarray:
+    """Returns the numbers of a quantised weight before they are scaled."""
+    stored = held[key] if key in held else held[f"{key}_packed"]
+    if stored.dtype == np.int32:
+        bits = 4 if key == EXPERT else 8
+        fields = stored.view("u4")[..., None] >> np.arange(0, 32, bits, "u4") & (1 << bits) - 1
+        return fields.reshape(len(stored), -1).astype("f8") - (1 << bits - 1)
+    if stored.dtype == np.uint8:
+        table = np.array([*E2M1, *(-v for v in E2M1)])
+        return np.stack([table[stored & 15], table[stored >> 4]], 2).reshape(len(stored), -1)
+    return stored.astype("f8")
+
+
+@pytest.mark.parametrize(("case", "suffix", "stored", "number"), LARGE)
+def test_scales_that_make_values_infinite_are_refused(
+    case: str, suffix: str, stored: float, number: float, tmp_path: Path
+) -> None:
+    """The last scale of one weight, and then all of them, whose values are those of `times`."""
+    held, _ = made(case, tmp_path)
+    experts = case in ("kimi", "nvfp4 of modelopt", "fp8 block of compressed-tensors")
+    key = EXPERT if experts else GATE
+    name = "layers.1.moe.experts.3.up.weight" if experts else "layers.1.mlp.gate.weight"
+    scales = held[key + suffix]
+    for where in (-1, slice(None)):
+        flat = scales.reshape(-1)
+        flat[where] = stored
+        shutil.rmtree(tmp_path / "quantised")
+        src = write(tmp_path / "quantised", config_of(case), held, FORMS[case][1])
+        out = tmp_path / f"out {where}"
+        args = ("hf-to-megatron", src, out)
+        refused(2, name, "times its scale", "in bfloat16", "--allow-overflow", args=args)
+        said = mckpt("check", src)
+        assert said.code == 1 and f"{name}: " in said.out and "times its scale" in said.out
+        tensor = package.open(src)[name]
+        for read in (tensor.numpy, package.open(src).hf_tensors()[key].numpy):
+            with pytest.raises(package.errors.UsageError, match="times its scale"):
+                read()
+        refused(2, name, "times its scale", args=("diff", tmp_path / "plain", src))
+    good(*args, "--allow-overflow")
+    with np.errstate(all="ignore"):
+        if "nvfp4" in case:
+            blocks, whole = held[f"{key}_scale"].astype("f4").repeat(16, 1), np.float32(number)
+            each = blocks * whole if number else blocks / whole
+        else:
+            each = np.array(number if scales.dtype in ("u1", E8M0) else flat[0].astype("f8"))
+    wanted = times(elements(held, key), each)
+    assert not np.isfinite(wanted.astype("f4")).all()
+    same(package.open(out)[name].numpy(), wanted)

@@ -19,7 +19,7 @@ from mckpt.geometry.box import Box, Layout, Move, Piece, Scales, Stored, by_rows
 from mckpt.geometry.join import join
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize, numpy_dtype
-from mckpt.values.quantisation import Grid, dequantise
+from mckpt.values.quantisation import Grid, Unbounded, dequantise
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 RNG = np.random.default_rng(3)
@@ -83,10 +83,19 @@ def test_every_code_has_the_value_of_float_arithmetic(case, kind):
     out = np.empty(codes.shape, BF16)
     held = scales.tobytes()
     grid = Grid(100, 1024, 128, 256, 0, 7, ["float32", "bfloat16", "float16"].index(kind))
-    dequantise(
-        grid, codes, out, 100, 1024, 1, lambda file, at, nbytes: held[at - 7 : at - 7 + nbytes]
-    )
-    same(out, worth(codes, scales, (128, 256)))
+    wanted = worth(codes, scales, (128, 256))
+
+    def read(file: int, at: int, nbytes: int) -> bytes:
+        return held[at - 7 : at - 7 + nbytes]
+
+    dequantise(grid, codes, out, 100, 1024, 1, read, allow_overflow=True)
+    same(out, wanted)
+    if (np.isfinite(codes.view(E4M3)) & ~np.isfinite(wanted)).any():
+        with pytest.raises(Unbounded, match="times its scale"):
+            dequantise(grid, codes, out, 100, 1024, 1, read)
+    else:
+        dequantise(grid, codes, out, 100, 1024, 1, read)
+        same(out, wanted)
 
 
 # ---- geometry
