@@ -272,6 +272,8 @@ def open(
     vocab_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
     adapter: str | Path | None = None,
+    expert_a: Literal["input", "output"] | None = None,
+    expert_b: Literal["rank_major", "grouped_by_expert"] | None = None,
     no_mtp: bool = False,
 ) -> Checkpoint:
     """Opens a checkpoint of any format. Reads headers only.
@@ -286,6 +288,7 @@ def open(
     settings: dims that replace those of the checkpoint, such as {"tied": False}.
     adapter: the directory of an adapter (LoRA) of PEFT, which is merged into the weights while they
         are read.
+    expert_a, expert_b: how the factors of experts in one parameter are read (docs/adapters.md).
     no_mtp: leaves out the layers of multi-token prediction.
 
     Raises SourceError if the directory is missing, damaged or no checkpoint.
@@ -297,7 +300,7 @@ def open(
         return opened
     from mckpt.adapters import merging, peft
 
-    return merging.merge(opened, peft.open_adapter(adapter))
+    return merging.merge(opened, peft.open_adapter(adapter, peft.Experts(expert_a, expert_b)))
 
 
 @_lists(Options)
@@ -421,6 +424,8 @@ def adapter_to_megatron(
     dst: str | Path,
     *,
     how: Literal["fused", "block", "canonical", "swift", "swift-block"] | None = None,
+    expert_a: Literal["input", "output"] | None = None,
+    expert_b: Literal["rank_major", "grouped_by_expert"] | None = None,
     **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
     """Writes an adapter (LoRA) of PEFT as Megatron-Bridge or ms-swift saves its own, and returns
@@ -429,6 +434,7 @@ def adapter_to_megatron(
     base: describes the model; of its weights only the headers are read.
     how: how linears that pack several weights are adapted (docs/adapters.md); None: fused, or
         canonical if only that can hold the factors.
+    expert_a, expert_b: how the factors of experts in one parameter are read.
 
     The other keywords are those of `convert`. Raises SourceError for an adapter that does not fit
     the base, UsageError for one that the adapters of Megatron-Bridge or ms-swift cannot express,
@@ -438,7 +444,7 @@ def adapter_to_megatron(
     from mckpt.adapters.checkpoint import of_peft
 
     described = _opened(base)
-    source = of_peft(peft.open_adapter(adapter), described)
+    source = of_peft(peft.open_adapter(adapter, peft.Experts(expert_a, expert_b)), described)
     target = _target(described, {"format": formats.MEGATRON, **options})
     make = functools.partial(converting.plan_megatron, how=how, base=described)
     return _write(source, dst, target, options, make)

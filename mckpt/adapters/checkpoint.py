@@ -52,6 +52,7 @@ class AdapterCheckpoint(Checkpoint):
     named: Names | None = None  # the names of its keys; None: those of PEFT
     beside: Layout | None = None  # the weights of the base, if they are in the checkpoint too
     peft: Path | None = None  # the directory of an adapter of PEFT
+    remarks: tuple[str, ...] = ()  # notes on how its factors are read
 
     @property
     def path(self) -> Path:
@@ -119,7 +120,7 @@ class AdapterCheckpoint(Checkpoint):
     def __reduce__(self) -> tuple[Any, ...]:
         kind, parts = super().__reduce__()
         named = None if self.named is None else replace(self.named)  # without what was derived
-        return kind, (*parts, self.held, self.scale, named, self.beside, self.peft)
+        return kind, (*parts, self.held, self.scale, named, self.beside, self.peft, self.remarks)
 
     def left_behind(self) -> list[str]:
         return [] if self.named is None else super().left_behind()
@@ -158,7 +159,12 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint, *, look: bool = True) -> Ada
         )
     layout = _layout_of(fitted, adapter)
     return AdapterCheckpoint(
-        base.files, base.model, held=layout, scale=scales.pop(), peft=adapter.path
+        base.files,
+        base.model,
+        held=layout,
+        scale=scales.pop(),
+        peft=adapter.path,
+        remarks=tuple(fitted.notes),
     )
 
 

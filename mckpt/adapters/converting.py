@@ -18,7 +18,14 @@ from mckpt import formats
 from mckpt.adapters import factors
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
 from mckpt.adapters.factors import A, AdapterNames, Member, Module, Place, name_of
-from mckpt.adapters.peft import NOT_FINITE, PeftAdapter, is_adapter, open_adapter, rules
+from mckpt.adapters.peft import (
+    NOT_FINITE,
+    Experts,
+    PeftAdapter,
+    is_adapter,
+    open_adapter,
+    rules,
+)
 from mckpt.adapters.peft_writing import PEFT, Adapted, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
@@ -68,7 +75,10 @@ def as_peft(source: AdapterCheckpoint) -> Iterator[PeftAdapter]:
 
 @contextmanager
 def opened_adapter(
-    path: str | Path, base: Checkpoint, alpha: float | None = None
+    path: str | Path,
+    base: Checkpoint,
+    alpha: float | None = None,
+    experts: Experts | None = None,
 ) -> Iterator[PeftAdapter]:
     """Yields an adapter of PEFT, or those of a Megatron checkpoint as one of PEFT.
 
@@ -80,7 +90,7 @@ def opened_adapter(
     if not place.is_dir() or is_adapter(place):
         if alpha is not None:
             raise UsageError(f"{path}: states its alpha in {ADAPTER[0]}; leave out --alpha")
-        yield open_adapter(place)
+        yield open_adapter(place, experts)
         return
     described = base.files.described_by
     options = SourceOptions(like=described)
@@ -190,7 +200,7 @@ def plan_megatron(
         target,
         names.mapping,
         decided.inexact,
-        [],
+        list(source.remarks),
         parallel=names.parallel.args(),
         choices=dict(names.choices),
         unit=destination.iteration_name,
@@ -339,7 +349,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Besi
         names=names,
         dtypes={**decided.dtypes, **kinds},
         has_args=False,
-        notes=[*decided.notes, *remarks],
+        notes=[*decided.notes, *remarks, *source.remarks],
     )
     return Beside(known, placed, _run_config(decided, names, how, source.scale), facts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class Fit(NamedTuple):
     parts: Mapping[Place, Sequence[Part]]
     whole: Mapping[Place, tuple[Box, int]]  # what replaces a tensor: its box, and the stored row
     adapted: Sequence[Adapted]
+    notes: Sequence[str] = ()  # on choices that the files do not settle
 
     @property
     def has_magnitudes(self) -> bool:
@@ -94,6 +96,7 @@ class _Fitting:
         self.parts: dict[Place, list[Part]] = {}
         self.whole: dict[Place, tuple[Box, int]] = {}
         self.adapted: list[Adapted] = []
+        self.experts: list[_Experts] = []
 
     def fit(self) -> Fit:
         for module, rows in self.adapter.modules.items():
@@ -101,6 +104,7 @@ class _Fitting:
                 self._add(module, rows)
             except _Misfit as e:
                 self.problems.append(str(e))
+        notes = self._add_experts()
         for key, row in self.adapter.whole.items():
             self._replace(key, row)
         self._refuse_tied()
@@ -120,7 +124,7 @@ class _Fitting:
             )
         if not (self.parts or self.whole):
             raise SourceError(f"{self.adapter.path}: the adapter has no tensors")
-        return Fit(self.parts, self.whole, self.adapted)
+        return Fit(self.parts, self.whole, self.adapted, notes)
 
     def _shown(self, row: int) -> str:
         """Returns a stored tensor for a message."""
@@ -173,14 +177,64 @@ class _Fitting:
             (out, into), rank = shape, a.shape[0] // experts
             if a.shape[0] % experts or a.shape[0] != b.shape[1]:
                 continue
-            turned = (a.shape[1], b.shape[0]) == (out, into) != (into, out)
-            if turned or (a.shape[1], b.shape[0]) == (into, out):
-                factors = [_of_expert(a, b, e, experts, turned) for e in range(experts)]
+            sides = a.shape[1], b.shape[0]
+            if sides in ((into, out), (out, into)):
+                turned = None if into == out else sides == (out, into)
                 # PEFT matches patterns of ranks against the path of the parameter
-                self._adapt(f"{module}.{name}", keys, rank, factors)
+                self.experts.append(_Experts(f"{module}.{name}", keys, rank, a, b, experts, turned))
                 return
         known = nearest(module, {key.removesuffix(".weight") for key in self.base})
         raise _Misfit(f"{first}: the base has no weight {key}{known}")
+
+    def _add_experts(self) -> list[str]:
+        """Adds the products of the parameters of all experts. Returns notes on their reading."""
+        notes: list[str] = []
+        shown = {one.turned for one in self.experts} - {None}
+        square = [one for one in self.experts if one.turned is None]
+        turned = False
+        if square:
+            name = f"{square[0].name} [{square[0].a.shape[1]}, {square[0].b.shape[0]}]"
+            config = self.adapter.config
+            version, stated = config.get("peft_version"), self.adapter.experts.a
+            told = _turned_by_version(version, self.names.mapping.name)
+            why = ""
+            if stated is not None:
+                turned, why = stated == "output", "--expert-a"
+            elif len(shown) == 1:
+                turned, why = shown == {True}, "the shapes of the other experts"
+            elif told is not None and not shown:
+                turned, why = told, f"peft_version {version} (and transformers 5)"
+            else:
+                self.problems.append(
+                    f"{name} and {len(square) - 1} more: these matrices of experts are square, and"
+                    " releases of PEFT differ in whether A multiplies the input or the output;"
+                    f" peft_version in {ADAPTER[0]} is {version!r:.40}. Give --expert-a input (PEFT"
+                    " from 0.19.1 on, for most models) or --expert-a output (before)"
+                )
+                return notes
+            side = "output" if turned else "input"
+            notes.append(
+                f"{counted(len(square), 'parameter')} of experts with square matrices: A multiplies"
+                f" the {side}, by {why}"
+            )
+        marked = self.adapter.config.get("lora_B_layout")
+        order = self.adapter.experts.b or marked or "rank_major"
+        auto = self.adapter.config.get("auto_mapping")
+        unsloth = isinstance(auto, dict) and auto.get("unsloth_fixed")
+        unsettled = any(one.experts > 1 and one.rank > 1 for one in self.experts)
+        if unsettled and order != "rank_major":
+            notes.append("the columns of the factors B of experts are read grouped by expert")
+        elif unsettled and unsloth and not (marked or self.adapter.experts.b):
+            notes.append(
+                "the adapter was trained with Unsloth, and its experts are read as PEFT reads"
+                " them. If Unsloth was older than September 2026, it computed with the columns of B"
+                " grouped by expert: then give --expert-b grouped_by_expert"
+            )
+        for name, keys, rank, a, b, count, own in self.experts:
+            by = _Reading(turned if own is None else own, order != "rank_major")
+            factors = [_of_expert(a, b, e, count, by) for e in range(count)]
+            self._adapt(name, keys, rank, factors)
+        return notes
 
     def _factor(self, row: int) -> _Matrix:
         """Returns a stored factor; raises _Misfit if it is not a matrix of floats."""
@@ -348,15 +402,59 @@ def _every(factor: Factor, first: int, step: int) -> Factor:
     return _moved(factor, first)._replace(down=factor.down * step)
 
 
+class _Experts(NamedTuple):
+    """The factors of a parameter of all experts."""
+
+    name: str  # the path of the parameter
+    keys: list[str]  # of the base's weights
+    rank: int
+    a: _Matrix
+    b: _Matrix
+    experts: int
+    turned: bool | None  # see `_Reading`; None: the matrices are square
+
+
+class _Reading(NamedTuple):
+    """How the factors of all experts are stored."""
+
+    turned: bool  # their product is the transpose of the expert's matrix [out, in]
+    grouped: bool  # the columns of B that belong to one expert are side by side
+
+
 def _of_expert(
-    a: _Matrix, b: _Matrix, expert: int, experts: int, turned: bool
+    a: _Matrix, b: _Matrix, expert: int, experts: int, by: _Reading
 ) -> tuple[Factor, Factor]:
     """Returns the factors, left and right, of one expert of a parameter of all experts.
 
     PEFT (tuners/lora/layer.py, ParamWrapper) reads A as [experts, r, in] and B as [out, r,
-    experts]. turned: their product is the transpose of the expert's matrix.
+    experts]; grouped, B is [out, experts, r].
     """
-    right = _moved(a.factor, expert * (a.shape[0] // experts))
-    left = _moved(b.factor.turned, expert).turned
-    left = left._replace(along=left.along * experts)
-    return (right.turned, left.turned) if turned else (left, right)
+    rank = a.shape[0] // experts
+    right = _moved(a.factor, expert * rank)
+    left = _moved(b.factor.turned, expert * rank if by.grouped else expert).turned
+    if not by.grouped:
+        left = left._replace(along=left.along * experts)
+    return (right.turned, left.turned) if by.turned else (left, right)
+
+
+def _turned_by_version(version: object, family: str) -> bool | None:
+    """Returns whether A multiplies the output of experts in an adapter that a release of PEFT wrote
+    for a family, with transformers 5; None if the version is not known.
+
+    Measured with PEFT 0.18.1, 0.19.0, 0.19.1, 0.20.0, 0.21.0 and 0.21.2. The parameter is [experts,
+    n, m]. Up to 0.18.1, A multiplies n. 0.19.0 exchanges both for modules that are `is_transposed`,
+    and later releases do it for all others.
+    """
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(\..*|@.*)?", str(version))
+    if found is None:
+        return None
+    release = tuple(map(int, found.groups()[:3]))
+    if found[4] and (0, 18, 1) < release < (0, 20, 0):
+        return None  # a state between two releases
+    in_out: Mapping[str, bool] = rules()["peft"]["in_out"]
+    exchanged = in_out.get(family, False)  # by 0.19.0
+    if release > (0, 19, 0):
+        exchanged = not exchanged
+    elif release < (0, 19, 0):
+        exchanged = False
+    return exchanged == (family in in_out)

@@ -65,6 +65,7 @@ class Merging:
             "modules": len(self.fitted.adapted),
             "replaced": len(self.fitted.whole),
             **({"dora": True} if self.fitted.has_magnitudes else {}),
+            **({"notes": list(self.fitted.notes)} if self.fitted.notes else {}),
         }
 
 

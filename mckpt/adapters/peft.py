@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt.containers import safetensors
 from mckpt.containers.entries import Entries, Kind
@@ -61,6 +61,16 @@ def _pattern(text: str) -> str:
     return re.escape(text).replace(r"\{name\}", r"[^.]+")
 
 
+class Experts(NamedTuple):
+    """How to read the factors of experts that are one parameter, as the user states it."""
+
+    a: str | None = None  # the side that A multiplies, of square matrices: "input" or "output"
+    b: str | None = None  # the order of the columns of B: "rank_major" or "grouped_by_expert"
+
+
+AS_STORED = Experts()  # as the files state it
+
+
 @dataclass(frozen=True)
 class PeftAdapter:
     """The adapter in a directory of PEFT. Opening it reads only the headers.
@@ -76,6 +86,7 @@ class PeftAdapter:
     modules: Mapping[str, Mapping[str, int]]
     whole: Mapping[str, int]  # key of a tensor that replaces one of the base -> row of `entries`
     made_of: tuple[str, ...] = ()  # the files of which temporary `files` were made
+    experts: Experts = AS_STORED
 
     def key(self, row: int) -> str:
         """Returns the key of a stored tensor, as it is in the file."""
@@ -175,8 +186,10 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER[0]).is_file()
 
 
-def open_adapter(path: str | Path) -> PeftAdapter:
+def open_adapter(path: str | Path, experts: Experts | None = None) -> PeftAdapter:
     """Opens an adapter of PEFT: a directory, a name on the Hub or a URL.
+
+    experts: how to read the factors of 3-D experts.
 
     Raises SourceError if it is damaged, or if it is of a kind that mckpt does not compute.
     """
@@ -198,7 +211,8 @@ def open_adapter(path: str | Path) -> PeftAdapter:
             f"{root / ADAPTER[0]}: use_dora is true, and the adapter has no lora_magnitude_vector;"
             " the program that wrote it lost them (Megatron-Bridge 0.6 does), so export it again"
         )
-    return PeftAdapter(root, config, [str(file)], entries, modules, whole)
+    read = experts or AS_STORED
+    return PeftAdapter(root, config, [str(file)], entries, modules, whole, experts=read)
 
 
 def _refuse(root: Path, config: Mapping[str, Any]) -> None:
@@ -239,6 +253,10 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
         for name in ("use_rslora", "use_dora", "fan_in_fan_out")
         if not isinstance(config.get(name, False), bool)
     ]
+    if (order := config.get("lora_B_layout")) not in (None, *rules()["peft"]["columns"]):
+        wrong.append(
+            f"lora_B_layout is {order!r:.60}, and must be {' or '.join(rules()['peft']['columns'])}"
+        )
     listed = config.get("target_parameters") or []
     if not (isinstance(listed, list) and all(isinstance(one, str) for one in listed)):
         wrong.append(f"target_parameters is {listed!r:.60}, and must be a list of names")

@@ -161,6 +161,7 @@ def config(adapted: Iterable[Adapted], names: Names, alpha: float, dora: bool) -
     rank = max(ranks)
     content: dict[str, Any] = {
         "peft_type": "LORA",
+        "peft_version": rules()["peft"]["version"],
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,

@@ -45,6 +45,7 @@ def adapter() -> None:
 @shared.megatron_source_options
 @shared.megatron_target_options
 @shared.alpha_option
+@shared.experts_option
 @shared.family_options
 @shared.conversion_options
 def merge(
@@ -66,7 +67,7 @@ def merge(
     if os.path.realpath(adapter) == os.path.realpath(dst):
         raise UsageError(f"DST is the adapter itself, {adapter}; give another directory")
     plain = shared.open_source(base, options)
-    with converting.opened_adapter(adapter, plain, alpha) as found:
+    with converting.opened_adapter(adapter, plain, alpha, shared.experts_of(options)) as found:
         _write_merged(merging.merge(plain, found), dst, target_format, options)
 
 
@@ -145,6 +146,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
 @shared.dialect_option(otherwise="that of the base, or of its family, else gpt")
 @shared.like_option
 @shared.vocab_size_option
+@shared.experts_option
 @shared.megatron_target_options
 @shared.family_options
 @shared.conversion_options
@@ -161,7 +163,7 @@ def to_megatron(
     from mckpt.geometry.parallel import Parallel
 
     described = shared.open_source(base, options)
-    source = of_peft(peft.open_adapter(adapter), described)
+    source = of_peft(peft.open_adapter(adapter, shared.experts_of(options)), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
     make = partial(converting.plan_megatron, how=how, base=described)

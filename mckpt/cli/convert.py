@@ -41,6 +41,7 @@ MOST_PROCESSES, LEAST_BYTES = 8, 512 << 20
 @shared.megatron_target_options
 @shared.no_adapter_option
 @shared.adapter_option
+@shared.experts_option
 @shared.adapter_layout_option
 @shared.family_options
 @shared.stream_option

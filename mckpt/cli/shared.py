@@ -29,6 +29,7 @@ from mckpt.cli.options import (
 from mckpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from mckpt.adapters.peft import Experts
     from mckpt.checkpoint.checkpoint import Checkpoint
     from mckpt.checkpoint.description import SourceOptions
     from mckpt.conversion.planning import Plan
@@ -158,6 +159,21 @@ alpha_option = reading_option(
     type=float,
     help="The alpha of the adapters of a Megatron checkpoint, if neither run_config.yaml nor"
     " mckpt.json states it.",
+)
+experts_option = together(
+    reading_option(
+        "--expert-a",
+        type=click.Choice(["input", "output"]),
+        help="Of an adapter of PEFT with square matrices of experts in one parameter: the side that"
+        " the factor A multiplies. Without it, peft_version or other shapes decide.",
+    ),
+    reading_option(
+        "--expert-b",
+        type=click.Choice(["rank_major", "grouped_by_expert"]),
+        help="Of an adapter of PEFT with experts in one parameter: the order of the columns of the"
+        " factor B. grouped_by_expert is that of Unsloth before September 2026. Without it,"
+        " lora_B_layout of adapter_config.json decides, else rank_major.",
+    ),
 )
 adapters_source_options = together(
     alpha_option, like_option, vocab_size_option, iteration_option, family_options
@@ -482,11 +498,18 @@ def with_adapter(
     from mckpt.adapters.checkpoint import of_peft
     from mckpt.conversion import planning
 
-    found = peft.open_adapter(adapter)
+    found = peft.open_adapter(adapter, experts_of(options))
     if merges:
         return merging.merge(source, found), None
     beside = partial(converting.beside, of_peft(found, source), how)
     return source, partial(planning.make_plan, adapters=beside)
+
+
+def experts_of(options: Options) -> Experts:
+    """Returns how the user wants the factors of experts to be read."""
+    from mckpt.adapters.peft import Experts
+
+    return Experts(options["expert_a"], options["expert_b"])
 
 
 def parse_settings(options: Options) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def _merge_notes(merges: Mapping[str, Any]) -> list[str]:
     replaced = f"; {counted(merges['replaced'], 'tensor')} of it replace the base's"
     return [
         f"an adapter of {counted(merges['modules'], 'module')} is merged: its products are added in"
-        f" float32{magnitudes}, and each sum is rounded once{replaced * bool(merges['replaced'])}"
+        f" float32{magnitudes}, and each sum is rounded once{replaced * bool(merges['replaced'])}",
+        *merges.get("notes", ()),
     ]
 
 

@@ -38,9 +38,15 @@ FAMILIES = (
 )
 
 
-def made(case: str, out: Path, dtype: Any = ml_dtypes.bfloat16) -> Path:
-    """Writes a Hugging Face directory of random values for a config of fixtures/families."""
+def made(
+    case: str, out: Path, dtype: Any = ml_dtypes.bfloat16, changed: dict[str, int] | None = None
+) -> Path:
+    """Writes a Hugging Face directory of random values for a config of fixtures/families.
+
+    changed: the values of keys that the config has.
+    """
     config = json.loads((FIXTURES / "families" / f"{case}.json").read_text())
+    config |= {key: value for key, value in (changed or {}).items() if key in config}
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     names = Names(family, family.read(config), {}, Parallel())
     drawn = np.random.RandomState(1)
@@ -246,6 +252,98 @@ def test_parameters_of_all_experts(case: str, tiny_model: TinyModel, tmp_path: P
             assert lora.apart(merged[key], weight, want[key]) <= ROUNDED_ONCE, key
             changed += 1
     assert changed
+
+
+# The side of square experts that A multiplies. Measured by merge_and_unload() of each release of
+# PEFT with transformers 5.23, for the parameter alone.
+SIDES = {
+    ("qwen3_5_moe", "gate_up_proj"): "out out in in in in",
+    ("gpt_oss", "down_proj"): "in out in in in in",
+    ("llama4", "down_proj"): "in in out out out out",
+}
+RELEASES = ("0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.21.0", "0.21.2")
+
+
+def in_memory(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Returns a parameter of all experts, as transformers has it, by its module."""
+    end = f".experts.{name}"
+    found = {key.removesuffix(f".{name}"): w for key, w in weights.items() if key.endswith(end)}
+    for module in {key[: key.index(".0.gate_proj")] for key in weights if ".0.gate_proj" in key}:
+        every = range(sum(f"{module}.{n}.gate_proj.weight" in weights for n in range(100)))
+        parts = [
+            np.stack([weights[f"{module}.{n}.{part}.weight"] for n in every])
+            for part in ("gate_proj", "up_proj")
+        ]
+        found[module] = np.concatenate(parts, 1)
+    return found
+
+
+def square(case: str, name: str, out: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """Returns a base with square experts, and random factors of them."""
+    sizes = {"intermediate_size": 48, "moe_intermediate_size": 24}
+    base = made(case, out / "base", changed=sizes)
+    drawn, stored = np.random.RandomState(4), {}
+    for module, weight in in_memory(lora.tensors(base), name).items():
+        count, rows, columns = weight.shape
+        assert rows == columns
+        stored[f"{lora.PREFIX}{module}.lora_A.weight"] = drawn.randn(count * 2, rows).astype("f4")
+        stored[f"{lora.PREFIX}{module}.lora_B.weight"] = drawn.randn(rows, count * 2).astype("f4")
+    assert stored
+    return base, stored
+
+
+def expect_experts(
+    base: Path, got: Path, stored: Any, name: str, side: str, grouped: bool = False
+) -> None:
+    """Fails unless merged experts have the products by the formula of PEFT."""
+    weights, merged = (in_memory(lora.tensors(place), name) for place in (base, got))
+    for module, weight in weights.items():
+        count, size = weight.shape[:2]
+        a, b = (stored[f"{lora.PREFIX}{module}.lora_{x}.weight"].astype("f8") for x in "AB")
+        b = b.reshape(size, count, 2).transpose(0, 2, 1) if grouped else b.reshape(size, 2, count)
+        added = 2.0 * np.einsum("xre,ery->exy", b, a.reshape(count, 2, size))
+        if (side == "in") == (name == "down_proj"):  # of these models, which are [in, out]
+            added = added.transpose(0, 2, 1)
+        assert lora.apart(merged[module], weight, added) <= ROUNDED_ONCE, module
+
+
+@pytest.mark.parametrize(("case", "name"), SIDES)
+def test_square_experts_are_read_as_the_release_wrote_them(
+    case: str, name: str, tmp_path: Path
+) -> None:
+    base, stored = square(case, name, tmp_path)
+    config = {"r": 2, "lora_alpha": 4, "target_parameters": [f"experts.{name}"]}
+    sides = dict(zip(RELEASES, SIDES[case, name].split(), strict=True))
+    for version, side in sides.items():
+        adapter = lora.save(tmp_path / version, stored, peft_version=version, **config)
+        text = good("adapter", "merge", base, adapter, tmp_path / f"{version}-merged")
+        assert f"A multiplies the {side}put, by peft_version {version}" in text.err
+        expect_experts(base, tmp_path / f"{version}-merged", stored, name, side)
+    adapter = lora.save(tmp_path / "unknown", stored, peft_version="0.19.2.dev0", **config)
+    merge = ("adapter", "merge", base, adapter)
+    refused(3, "--expert-a", "are square", args=(*merge, tmp_path / "out"))
+    for side in ("in", "out"):
+        good(*merge, tmp_path / side, "--expert-a", f"{side}put")
+        expect_experts(base, tmp_path / side, stored, name, side)
+
+
+def test_the_columns_of_experts_that_unsloth_trained(tmp_path: Path) -> None:
+    base, stored = square("qwen3_5_moe", "gate_up_proj", tmp_path)
+    config = {"r": 2, "lora_alpha": 4, "peft_version": "0.21.0"}
+    unsloth = {"auto_mapping": {"unsloth_fixed": True}}
+    adapter = lora.save(tmp_path / "unmarked", stored, **config, **unsloth)
+    merge = ("adapter", "merge", base, adapter)
+    assert "--expert-b grouped_by_expert" in good(*merge, tmp_path / "peft").err
+    expect_experts(base, tmp_path / "peft", stored, "gate_up_proj", "in")
+    good(*merge, tmp_path / "old", "--expert-b", "grouped_by_expert")
+    for order, grouped in (("rank_major", False), ("grouped_by_expert", True)):
+        adapter = lora.save(tmp_path / order, stored, lora_B_layout=order, **config, **unsloth)
+        text = good("adapter", "merge", base, adapter, tmp_path / f"{order}-merged")
+        assert "--expert-b" not in text.err
+        expect_experts(base, tmp_path / f"{order}-merged", stored, "gate_up_proj", "in", grouped)
+    good("diff", tmp_path / "old", tmp_path / "grouped_by_expert-merged")
+    adapter = lora.save(tmp_path / "other", stored, lora_B_layout="other", **config)
+    refused(3, "lora_B_layout is 'other'", args=(*merge[:3], adapter, tmp_path / "out"))
 
 
 def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) -> None:
