@@ -31,6 +31,11 @@ from mckpt.version import __version__
 
 # Packages that no extra requires. Transformer Engine has a package for each version of CUDA.
 OTHERS = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13")
+# the build of the PyTorch project; that of PyPI brings several gigabytes of CUDA on Linux
+CPU_TORCH = (
+    "torch without CUDA, for a machine without a GPU: pip install torch --index-url"
+    " https://download.pytorch.org/whl/cpu, before an extra that needs torch"
+)
 SMI_LIMIT_S = 5  # nvidia-smi takes a second, or hangs where a GPU has failed
 
 
@@ -258,10 +263,12 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         title = f"extra {extra}" if extra else "requires"
         out.append(f"{title}: {', '.join(there + bad)}{cure}")
     gpus = [f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}" for gpu in report["gpus"]]
+    has_torch = any(one.get("torch", {}).get("version") for one in report["extras"].values())
     out += [
         f"Megatron-Core: {report['megatron_core'] or 'not installed'}",
         f"Transformer Engine: {report['transformer_engine'] or 'not installed'}",
         f"CUDA of torch: {report['cuda'] or 'none'}",
+        *([] if gpus or has_torch else [CPU_TORCH]),
         *(f"GPU {number}: {gpu}" for number, gpu in enumerate(gpus)),
         *([] if gpus else [f"GPUs: {report['gpus_note']}"]),
         f"RAY_ADDRESS: {report['ray_address'] or 'not set'}",
