@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
 from mckpt.adapters import factors
-from mckpt.adapters.factors import A, AdapterNames, B, name_of
+from mckpt.adapters.factors import INDEX, A, AdapterNames, B, name_of
 from mckpt.adapters.fitting import Fit, fit
 from mckpt.adapters.peft import PeftAdapter, is_alpha, rules
 from mckpt.checkpoint import masters
@@ -20,10 +21,11 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import SourceError, UsageError, shown
 from mckpt.formats import carried
 from mckpt.formats.base import Names
 from mckpt.formats.foreign import FACTOR, advice, has_adapter
+from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.megatron.interface import as_megatron
 from mckpt.formats.megatron.optimizer import (
     SHARED,
@@ -37,6 +39,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
 from mckpt.mapping.schema import MAGNITUDE
+from mckpt.storage.files import read_file
 from mckpt.values.adding import FACTORS, ROW_WISE, Factor
 
 
@@ -48,10 +51,13 @@ class AdapterCheckpoint(Checkpoint):
     """
 
     held: Layout | None = None
-    scale: float = 1.0  # of every product
+    scale: float = 1.0  # of every product but those of `scales`
+    # scales other than `scale`, by the templates of the weights
+    scales: Mapping[str, float] = field(default_factory=dict)
     named: Names | None = None  # the names of its keys; None: those of PEFT
     beside: Layout | None = None  # the weights of the base, if they are in the checkpoint too
     peft: Path | None = None  # the directory of an adapter of PEFT
+    base_name: str | None = None  # the path or the id on the Hub of the model that it adapts
     remarks: tuple[str, ...] = ()  # notes on how its factors are read
 
     @property
@@ -120,7 +126,12 @@ class AdapterCheckpoint(Checkpoint):
     def __reduce__(self) -> tuple[Any, ...]:
         kind, parts = super().__reduce__()
         named = None if self.named is None else replace(self.named)  # without what was derived
-        return kind, (*parts, self.held, self.scale, named, self.beside, self.peft, self.remarks)
+        own = self.held, self.scale, self.scales, named, self.beside, self.peft, self.base_name
+        return kind, (*parts, *own, self.remarks)
+
+    def scale_of(self, weight: str) -> float:
+        """Returns the number that multiplies the product of a weight, by its template."""
+        return self.scales.get(weight, self.scale)
 
     def left_behind(self) -> list[str]:
         return [] if self.named is None else super().left_behind()
@@ -148,22 +159,27 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint, *, look: bool = True) -> Ada
             names,
             "Merge the adapter with `mckpt adapter merge` instead.",
         )
-    scales = {part.scale for parts in fitted.parts.values() for part in parts}
-    if len(scales) > 1:
+    found: dict[str, set[float]] = {}
+    for (weight, _, _), parts in fitted.parts.items():
+        found.setdefault(weight, set()).update(part.scale for part in parts)
+    if any(len(several) > 1 for several in found.values()):
         listed = [f"{one.module}: rank {one.rank}, scale {one.scale:g}" for one in fitted.adapted]
         raise UsageError.of(
             f"{adapter.path}: its modules have different scales (alpha / r), and an adapter of"
-            " Megatron-Bridge has one alpha and one rank:",
+            " Megatron-Bridge has one alpha and one rank, or two with normalize_moe_lora:",
             listed,
             "Merge the adapter with `mckpt adapter merge` instead.",
         )
-    layout = _layout_of(fitted, adapter)
+    scales = {weight: several.pop() for weight, several in found.items()}
+    common = min(scales.values(), key=abs)  # experts of a smaller rank have a larger scale
     return AdapterCheckpoint(
         base.files,
         base.model,
-        held=layout,
-        scale=scales.pop(),
+        held=_layout_of(fitted, adapter),
+        scale=common,
+        scales={weight: scale for weight, scale in scales.items() if scale != common},
         peft=adapter.path,
+        base_name=adapter.config.get("base_model_name_or_path") or shown(str(base.path)),
         remarks=tuple(fitted.notes),
     )
 
@@ -314,17 +330,12 @@ def of_files(
                 files.opened.root, *(ends[side].removesuffix(".weight") for side in "ab")
             )
         )
-    if len(ranks) != 1:
-        raise UsageError(
-            f"{files.opened.root}: its adapters have the ranks {sorted(ranks)}, and mckpt reads"
-            " those of one rank"
-        )
     names = AdapterNames(
         model.mapping,
         model.dims,
         model.mapping.choices_in(files.common.stated if files.common else {}),
         model.parallel,
-        rank=ranks.pop(),
+        rank=max(ranks),
         program=program,
         canonical=any(".adapter.adapter_" in key for key in shapes),
         mtp=any(key.startswith("mtp.") for key in shapes),
@@ -341,6 +352,8 @@ def of_files(
     )
     names = replace(names, weights=_adapted(names, shapes))
     names = replace(names, choices=files.opened.choices(names))
+    if len(ranks) > 1:
+        names = replace(names, ranks=_ranks(names, outer, files.opened.root))
     stated = files.args is not None or files.manifest or (files.opened.root / RUN_CONFIG).exists()
     known = files.opened.format.fixed_sizes or not files.opened.format.readable  # a live model
     if not stated and not known and names.has_rows_by_rank:
@@ -364,10 +377,59 @@ def of_files(
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
         for which in (True, False)
     )
-    scale = _alpha(files, names, alpha, otherwise) / names.rank
-    beside = weights if weights.stored else None
-    source = AdapterCheckpoint(files, model, held=held, scale=scale, named=names, beside=beside)
+    number = _alpha(files, names, alpha, otherwise)
+    source = AdapterCheckpoint(
+        files,
+        model,
+        held=held,
+        scale=number / names.rank,
+        scales={weight: number / rank for weight, rank in names.ranks.items()},
+        named=names,
+        beside=weights if weights.stored else None,
+        base_name=_base_name(files),
+    )
     return source, names
+
+
+def _ranks(
+    names: AdapterNames, factors: Sequence[tuple[str, tuple[int, ...]]], where: Path
+) -> dict[str, int]:
+    """Returns the ranks other than `names.rank`, by the templates of the weights.
+
+    factors: the keys and the shapes of the factors B. Raises UsageError if the adapters of one
+    module have several ranks in different layers.
+    """
+    text = "\n".join(f"{shape[-1]} {key.rpartition('/')[2]}" for key, shape in factors)
+    ranks, apart = dict[str, int](), list[str]()
+    for module in names.modules:
+        key = module.stem + rules()[names.program]["factors"]["b"]
+        pattern = r"\d+".join(map(re.escape, INDEX.split(key)))
+        found = sorted(set(map(int, re.findall(rf"^(\d+) {pattern}$", text, re.MULTILINE))))
+        if len(found) > 1 or (names.by_swift and found != [names.rank]):
+            apart.append(f"{module.stem.rstrip('.')}: {', '.join(map(str, found))}")
+        elif found and found[0] != names.rank:
+            ranks.update(dict.fromkeys(module.of, found[0]))
+    if apart:
+        raise UsageError.of(
+            f"{where}: its adapters have several ranks, and mckpt reads those of one rank for all"
+            f" layers of a module{', which ms-swift has for all modules' * names.by_swift}:",
+            apart,
+            "Train all layers with one rank.",
+        )
+    return ranks
+
+
+def _base_name(files: CheckpointFiles) -> str | None:
+    """Returns the path or the id on the Hub of the model that a checkpoint's adapters belong to,
+    which mckpt.json, --like or config.json state; else None.
+    """
+    recorded = files.manifest.get("adapter", {}).get("base")
+    if recorded or files.options.like:
+        return recorded or shown(str(files.options.like))
+    described = files.described_by
+    config = described and json.loads(read_file(described / CONFIG))
+    name = config.get("_name_or_path") if isinstance(config, dict) else None
+    return name if isinstance(name, str) and name else None
 
 
 def _adapted(names: AdapterNames, keys: Iterable[str]) -> frozenset[str]:
@@ -436,6 +498,7 @@ def show(source: AdapterCheckpoint, names: AdapterNames) -> dict[str, Any]:
         "kind": "DoRA" if names.dora else "CanonicalLoRA" if names.canonical else "LoRA",
         "program": "ms-swift" if names.by_swift else "Megatron-Bridge",
         "rank": names.rank,
+        **({"ranks": dict(names.ranks)} if names.ranks else {}),
         "alpha": source.scale * names.rank,
         "dtype": sorted({s.dtype for s in stored}),
         "weights": {weight: len(there) for weight, there in modules.items()},

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -204,7 +205,7 @@ def plan_megatron(
         parallel=names.parallel.args(),
         choices=dict(names.choices),
         unit=destination.iteration_name,
-        adapter=_facts(how, names, source.scale),
+        adapter=_facts(how, names, source),
         megatron_version=decided.target.megatron_version,
         files_beside=[[file.path, file.size] for file in config],
         **(
@@ -239,15 +240,21 @@ def _named(
             f"Give --layout {'swift-' * swift}block, whose adapters have the sum of their ranks and"
             " compute the same.",
         )
-    members, rank = _members(names.modules, places, block)
+    members = _members(names.modules, places, block)
     _refuse_homeless(places, names)
-    names = replace(names, rank=rank)
+    rank, ranks = _ranks(source, names, members)
+    names = replace(names, rank=rank, ranks=ranks)
     if names.dora:
         _refuse_dora(names, members, how, decided.padded_vocab_size)
     if swift and names.parallel.expert_tp > 1 and any(map(_of_experts, names.modules)):
         raise UsageError(
             f"etp {names.parallel.expert_tp}: ms-swift has no adapters of experts with tensor"
             " parallelism; give --etp 1"
+        )
+    if swift and ranks:
+        raise UsageError(
+            f"--layout {how}: experts have another scale (alpha / r) than other weights, and the"
+            " adapters of ms-swift have one; merge the adapter with `mckpt adapter merge` instead"
         )
     if rank % names.parallel.tp and not swift:
         raise UsageError(
@@ -334,7 +341,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Besi
         )
     names, members, equal = _named(source, decided, how, whole=True)
     kinds = _kinds(source, names, decided.target.dtype)
-    facts = {**_facts(how, names, source.scale), "beside": True}
+    facts = {**_facts(how, names, source), "beside": True}
 
     def placed(laid: Layout) -> tuple[Checkpoint, Layout]:
         weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
@@ -374,33 +381,40 @@ def _placed(
 
 
 def into_model(
-    source: AdapterCheckpoint, names: AdapterNames, laid: Layout, scale: float, where: str
+    source: AdapterCheckpoint,
+    names: AdapterNames,
+    laid: Layout,
+    scale_of: Callable[[str], float],
+    where: str,
 ) -> tuple[Layout, Layout]:
     """Returns the factors of `source`, and their places in a model that has adapters already.
 
-    names, laid: of the adapters of the model, whose products `scale` multiplies. where: the adapter
-    in messages.
+    names, laid: of the adapters of the model. scale_of: the scale of their products, by the
+    template of the weight. where: the adapter in messages.
 
     Raises UsageError if they cannot have the factors.
     """
     places = factors.weights_in(source.layout)
     _refuse_homeless(places, names)
-    if source.scale != scale:
-        raise UsageError(
-            f"{where}: its products are multiplied by {source.scale:g} (alpha / r), and those"
-            f" of the model's adapters by {scale:g}; wrap the model with the alpha"
-            f" {source.scale * names.rank:g}"
-        )
+    for name in sorted({name for name, _, _ in places}):
+        if (own := source.scale_of(name)) != (scale := scale_of(name)):
+            raise UsageError(
+                f"{where}: its products are multiplied by {own:g} (alpha / r), and those"
+                f" of the model's adapters by {scale:g}; wrap the model with the alpha"
+                f" {own * names.rank_of(name):g}"
+            )
     equal, apart = _alike(source, names.modules, places)
     if apart:
         equal = set()
-    members, rank = _members(names.modules, places, bool(apart))
-    if rank > names.rank:
-        raise UsageError(
-            f"{where}: its factors need adapters of the rank {rank}, and those of the model"
-            f" have the rank {names.rank}; wrap the model with dim {rank} and alpha"
-            f" {scale * rank:g}"
-        )
+    members = _members(names.modules, places, bool(apart))
+    for (name, *_), member in members.items():
+        if (rank := _needed([member])) > (own := names.rank_of(name)):
+            rank = _needed(members.values())
+            raise UsageError(
+                f"{where}: its factors need adapters of the rank {rank}, and those of the model"
+                f" have the rank {own}; wrap the model with dim {rank} and alpha"
+                f" {source.scale_of(name) * rank:g}"
+            )
     without = [
         name.format(layer=layer, expert=expert)
         for module in names.modules
@@ -489,17 +503,22 @@ def _dtype(layout: Layout) -> str:
     return widest[0] if len(widest) == 1 else "float32"
 
 
-def _facts(how: str, names: AdapterNames, scale: float) -> dict[str, Any]:
+def _facts(how: str, names: AdapterNames, source: AdapterCheckpoint) -> dict[str, Any]:
     """Returns the manifest's entry on adapters."""
-    alpha = scale * names.rank
-    return {"layout": how, "rank": names.rank, "alpha": alpha, "modules": len(names.modules)}
+    return {
+        "layout": how,
+        "rank": names.rank,
+        **({"ranks": dict(names.ranks)} if names.ranks else {}),
+        "alpha": source.scale * names.rank,
+        "modules": len(names.modules),
+        **({"base": source.base_name} if source.base_name else {}),
+    }
 
 
 def _members(
     modules: list[Module], places: Mapping[Place, int], block: bool
-) -> tuple[dict[Place, Member], int]:
-    """Returns the place of the factors of each weight in those of its module, and the rank of all
-    modules.
+) -> dict[Place, Member]:
+    """Returns the place of the factors of each weight in those of its module.
 
     block: the factors of the weights of a module lie one after the other along the rank; else all
     of them have the factor A of the first.
@@ -512,8 +531,45 @@ def _members(
                 own = places[name, layer, expert]
                 members[name, layer, expert] = Member(name, own, first, block or not number)
                 first += own if block else 0
-    rank = max((member.first + member.rank for member in members.values()), default=1)
-    return members, rank
+    return members
+
+
+def _needed(members: Iterable[Member]) -> int:
+    """Returns the rank that modules must have to hold these factors."""
+    return max((member.first + member.rank for member in members), default=1)
+
+
+def _ranks(
+    source: AdapterCheckpoint, names: AdapterNames, members: Mapping[Place, Member]
+) -> tuple[int, dict[str, int]]:
+    """Returns the rank of all modules, and those of the weights of experts, by their templates, if
+    they have another scale. Megatron-Bridge has one alpha, and with normalize_moe_lora the rank of
+    experts is that of other modules, divided by the number of experts that a token takes.
+
+    Raises UsageError for scales that this cannot give.
+    """
+    if not source.scales:
+        return _needed(members.values()), {}
+    experts = {name for module in names.modules if _of_experts(module) for name in module.of}
+    needed, scales = [1, 1], [set[float](), set[float]()]
+    for (name, *_), member in members.items():
+        kind = name in experts
+        needed[kind] = max(needed[kind], _needed([member]))
+        scales[kind].add(source.scale_of(name))
+    chosen, step = names.dims.get("experts_per_token", 0), names.parallel.expert_tp
+    (scale, *more), (of_experts, *others) = (sorted(found) or [0.0] for found in scales)
+    if more or others or not math.isclose(of_experts, scale * chosen, rel_tol=1e-12):
+        raise UsageError(
+            f"{source.path}: its weights have different scales (alpha / r): those of experts"
+            f" {', '.join(f'{one:g}' for one in sorted(scales[1])) or 'none'}, all others"
+            f" {', '.join(f'{one:g}' for one in sorted(scales[0])) or 'none'}. An adapter of"
+            " Megatron-Bridge has one scale, or with normalize_moe_lora one for experts that is"
+            f" {chosen} times the other (the experts that a token takes). Merge the adapter with"
+            " `mckpt adapter merge` instead"
+        )
+    # Megatron-Bridge cuts the factors of experts along the rank, which it makes divisible
+    rank = math.ceil(max(needed[1], needed[0] / chosen) / step) * step
+    return rank * chosen, dict.fromkeys(experts, rank)
 
 
 def _instances(module: Module) -> Iterator[tuple[int, int]]:
@@ -711,6 +767,8 @@ def _run_config(decided: Decided, names: AdapterNames, how: str, scale: float) -
             before.pop("canonical_mapping", None)
             if before.get(outer := "experts_shared_outer_loras"):  # now each has both factors
                 before |= {outer: False, "share_expert_adapters": False}
+            if "normalize_moe_lora" in before or names.ranks:
+                before["normalize_moe_lora"] = bool(names.ranks)
             kept = {
                 key: before[key] for key in ("dropout", "share_expert_adapters") if key in before
             }
@@ -748,7 +806,7 @@ def peft_form(source: AdapterCheckpoint) -> PeftForm:
     layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), dora)
     source = replace(source, held=_without_equal(source, adapted, places))
     layout = replace(layout, shapes=dict(source.layout.shapes))
-    content = config(adapted, names, source.scale * max(places.values()), dora)
+    content = config(adapted, names, source.scale_of, dora, source.base_name)
     remarks = [
         "layers of multi-token prediction have adapters, and no model of transformers has these"
         " layers, so PEFT does not load their factors"

@@ -20,7 +20,7 @@ from mckpt.mapping import Bound
 from mckpt.mapping.expression import Expression
 from mckpt.mapping.schema import FACTORS, MAGNITUDE, plain
 
-_INDEX = re.compile(r"\{\w+\}")
+INDEX = re.compile(r"\{\w+\}")
 Place = tuple[str, int, int]  # of a weight: template, layer, expert
 A, B = FACTORS
 
@@ -50,10 +50,13 @@ class Module(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterNames(Names):
-    """The names of the factors in a Megatron checkpoint with adapters of one rank."""
+    """The names of the factors in a Megatron checkpoint with adapters."""
 
     weights: frozenset[str] = field(default_factory=frozenset)  # templates of adapted weights
     rank: int = 0
+    # ranks other than `rank`, by the templates of the weights: those of experts, which
+    # normalize_moe_lora of Megatron-Bridge divides by the number of experts that a token takes
+    ranks: Mapping[str, int] = field(default_factory=dict)
     program: str = "megatron"  # the section of adapters.yaml that has the ends of the keys
     canonical: bool = False  # a pair of factors for each weight, not for each module
     mtp: bool = True  # layers of multi-token prediction have adapters too
@@ -62,6 +65,10 @@ class AdapterNames(Names):
     outer: bool = False  # experts share A of linear_fc1 and B of linear_fc2, which are read only
     # the weights and the layer of each adapter, if those of some layers may be left out; None: all
     there: frozenset[tuple[tuple[str, ...], int]] | None = None
+
+    def rank_of(self, weight: str) -> int:
+        """Returns the rank of the module that adapts a weight, by its template."""
+        return self.ranks.get(weight, self.rank)
 
     @property
     def by_swift(self) -> bool:
@@ -94,7 +101,7 @@ class AdapterNames(Names):
         """
         cut = [m for m in self.modules if m.bound.rule.tp not in ("column", "vocab")]
         found = [name for module in cut for name in module.of]
-        return [_INDEX.sub("*", name) for name in found] if self.parallel.tp > 1 else []
+        return [INDEX.sub("*", name) for name in found] if self.parallel.tp > 1 else []
 
     @cached_property
     def modules(self) -> list[Module]:
@@ -181,7 +188,7 @@ class AdapterNames(Names):
         for stem in adapted:
             before, _, leaf = stem.rpartition(".")
             if any(one.rpartition(".")[2] == leaf for one in every - adapted):
-                leaf_of = f"*{_INDEX.sub('*', before)}."
+                leaf_of = f"*{INDEX.sub('*', before)}."
             else:
                 leaf_of = ""
             out.update(leaf_of + name for name in known.get(leaf, [leaf]))
@@ -212,10 +219,10 @@ class AdapterNames(Names):
         rest_tp = "replicated" if self.by_swift else "column"
         halved = tuple(f".{name}." for name in rules()["megatron"]["halved"])
         for b, stem, of, _ in self.modules:
-            rule = b.rule._replace(dtype=None, transposed=False)
+            rule, rank = b.rule._replace(dtype=None, transposed=False), self.rank_of(of[0])
             a = rule._replace(
                 key=stem + ends["a"],
-                of=(name_of(of[0], A, self.rank),),
+                of=(name_of(of[0], A, rank),),
                 pack="one",
                 heads=None,
                 tp="row" if rule.tp == "row" else rest_tp,  # its rows are the rank
@@ -225,7 +232,7 @@ class AdapterNames(Names):
                 rule = rule._replace(pack="halved", heads=tp)
             rest = rule._replace(
                 key=stem + ends["b"],
-                of=tuple(name_of(name, B, self.rank) for name in of),
+                of=tuple(name_of(name, B, rank) for name in of),
                 tp=rule.tp if rule.tp in ("vocab", "column") else rest_tp,
             )
             for one in (a, rest):
@@ -238,7 +245,7 @@ class AdapterNames(Names):
             if self.dora:
                 lengths = rest._replace(
                     key=stem + rules()["megatron"]["magnitude"],
-                    of=tuple(name_of(name, MAGNITUDE, self.rank) for name in of),
+                    of=tuple(name_of(name, MAGNITUDE, rank) for name in of),
                 )
                 if self.choices.get("keys") == "global" and rest.pack == "gated":
                     # torch_dist has those of each tensor-parallel rank one after the other
@@ -251,8 +258,9 @@ class AdapterNames(Names):
     def outer_factors(self) -> frozenset[str]:
         """The templates of the factors that all experts of a layer share."""
         return frozenset(
-            name_of(module.of[0], B if module.bound.rule.tp == "row" else A, self.rank)
+            name_of(weight, B if module.bound.rule.tp == "row" else A, self.rank_of(weight))
             for module in self.modules
+            for weight in module.of[:1]
             if self.outer and "expert" in module.bound.rule.indices
         )
 
@@ -349,7 +357,8 @@ def shared(layout: Layout, names: AdapterNames) -> Layout:
     """
     group: dict[str, list[Module]] = {}
     for module in names.modules:
-        group.setdefault(name_of(module.of[0], A, names.rank), []).append(module)
+        name = name_of(module.of[0], A, names.rank_of(module.of[0]))
+        group.setdefault(name, []).append(module)
     stored, shapes = [_of_each_expert(s, names) for s in layout.stored], dict(layout.shapes)
     for s in stored[:]:
         for name in {p.tensor for p in s.pieces}:
@@ -358,7 +367,7 @@ def shared(layout: Layout, names: AdapterNames) -> Layout:
                 own = np.isin(s.layer, module.bound.layers)
                 part = {one: getattr(s, one)[own] for one in ("layer", "expert", "file", "at")}
                 for other in module.of[1:] if own.any() else ():
-                    named = name_of(other, A, names.rank) + at + state
+                    named = name_of(other, A, names.rank_of(other)) + at + state
                     pieces = tuple(p._replace(tensor=named) for p in s.pieces)
                     stored.append(replace(s, pieces=pieces, **part))
                     shapes[named] = shapes[name]

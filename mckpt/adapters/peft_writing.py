@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mckpt.adapters.factors import A, B, Place, name_of
@@ -141,8 +143,18 @@ def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple
     return ((out * rank - 1) * count + 1,) if one.stacked else (out, rank), tuple(pieces)
 
 
-def config(adapted: Iterable[Adapted], names: Names, alpha: float, dora: bool) -> bytes:
-    """Returns the adapter_config.json of these weights."""
+def config(
+    adapted: Iterable[Adapted],
+    names: Names,
+    scale_of: Callable[[str], float],
+    dora: bool,
+    base: str | None,
+) -> bytes:
+    """Returns the adapter_config.json of these weights.
+
+    scale_of: the scale of the product of a weight, by its template. base: the path or the id on the
+    Hub of the model.
+    """
     found = list(adapted)
     experts = {
         _leaf(b.rule.key) for b in names.bound if "{expert}" in b.rule.key and not b.rule.alias
@@ -157,14 +169,22 @@ def config(adapted: Iterable[Adapted], names: Names, alpha: float, dora: bool) -
             parameters.add(one.key)
         else:
             modules.add(one.key)
-    ranks = {one.rank for one in found}
-    rank = max(ranks)
+    rank = max(one.rank for one in found)
+    alpha = next(scale_of(one.there[0]) * rank for one in found if one.rank == rank)
+    patterns: dict[str, dict[str, float]] = {"rank_pattern": {}, "alpha_pattern": {}}
+    for one in found:
+        own, pattern = scale_of(one.there[0]) * one.rank, _pattern(one.key, parameters)
+        if one.rank != rank:
+            patterns["rank_pattern"][pattern] = one.rank
+        if not math.isclose(own, alpha, rel_tol=1e-12):
+            patterns["alpha_pattern"][pattern] = _number(own)
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "peft_version": rules()["peft"]["version"],
         "task_type": "CAUSAL_LM",
         "r": rank,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_alpha": _number(alpha),
+        **{name: found for name, found in patterns.items() if found},
         "target_modules": sorted(_exact(modules, experts, names)),
         "target_parameters": sorted(parameters) or None,
         "lora_dropout": 0.0,
@@ -173,9 +193,24 @@ def config(adapted: Iterable[Adapted], names: Names, alpha: float, dora: bool) -
         "use_dora": dora,
         "fan_in_fan_out": any(one.bound.rule.transposed for one in found if not one.stacked),
         "inference_mode": True,
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base,
     }
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _number(value: float) -> float:
+    """Returns a number that JSON writes without a fraction if it is whole."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _pattern(key: str, parameters: Collection[str]) -> str:
+    """Returns the regular expression by which PEFT finds the module of a weight, and those of the
+    same weight in other layers and of other experts.
+
+    parameters: `target_parameters`, of which PEFT matches the whole path.
+    """
+    module = key if key in parameters else key.removesuffix(".weight")
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in module.split("."))
 
 
 def _is_linear(key: str) -> bool:

@@ -328,7 +328,7 @@ def plan_adapter(source: Checkpoint, model: Checkpoint, adapter: str | Path) -> 
     else:
         options = SourceOptions(like=source.files.described_by)
         given = of_megatron(place, options, otherwise=held.scale * names.rank)[0]
-    have, wanted = into_model(given, names, held.opened.layout(names), held.scale, str(adapter))
+    have, wanted = into_model(given, names, held.opened.layout(names), held.scale_of, str(adapter))
     joined = join(have, wanted)
     # experts that share an adapter have one place
     fields = ["dst_file", "dst_at", "dst_pitch", "dst_step", "rows", "run"]

@@ -47,7 +47,7 @@ def attach(chunks: list[Any], adapter: Mapping[str, Any]) -> list[str]:
     """Adds an adapter to the chunks, whose weights are loaded. Returns the stored keys that no
     linear of this rank has.
 
-    adapter: path of the checkpoint, scale, and names, the section `megatron` of
+    adapter: path of the checkpoint, alpha, and names, the section `megatron` of
     mappings/adapters.yaml. Raises UsageError for a model of Transformer Engine.
     """
     from megatron.core import dist_checkpointing
@@ -90,7 +90,7 @@ def attach(chunks: list[Any], adapter: Mapping[str, Any]) -> list[str]:
             )
             for part in linear.parts
         ]
-        _hook(linear, factors, adapter["scale"], list(names["canonical"].values()))
+        _hook(linear, factors, adapter["alpha"], list(names["canonical"].values()))
     return sorted(key for key in stored.keys() - read if f".{names['module']}." in key)
 
 
@@ -200,19 +200,22 @@ def _shard(
 def _hook(
     linear: Linear,
     factors: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None]],
-    scale: float,
+    alpha: float,
     order: list[str],
 ) -> None:
     """Makes a linear add the product of its adapter to its output.
 
-    factors: name, A, B and the magnitudes of each part. order: of the canonical adapters: q, k, v,
+    factors: name, A, B and the magnitudes of each part. alpha: divided by the rank of B, which
+    experts may have of their own, it is the scale. order: of the canonical adapters: q, k, v,
     gate and up.
     """
     from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
     module, weight, tp = linear.module, linear.module.weight, linear.module.tp_group.size()
     where = {"device": weight.device, "dtype": weight.dtype}
-    pairs = {name: (a.to(**where), scale * b.to(**where)) for name, a, b, _ in factors}
+    pairs = {
+        name: (a.to(**where), alpha / b.shape[-1] * b.to(**where)) for name, a, b, _ in factors
+    }
     magnitudes = factors[0][3]
     times: torch.Tensor | None = None
     if magnitudes is not None:

@@ -240,16 +240,19 @@ class _Adapters(NamedTuple):
         """
         directory = self.source.files.iteration_directory
         path = self.source.path if directory is None else directory.path
+        alpha = self.source.scale * self.names.rank
         by_rank = self.names.has_rows_by_rank and self.names.parallel.tp != parallel.tp
         if by_rank or self.names.by_swift or self.source.opened.format.fixed_sizes:
             path = work / f"{name}.adapter"
             options.tell(f"writing the adapter for {parallel} into a temporary directory")
             target = TargetOptions(parallel=parallel, no_optimizer=True)
             how = "canonical" if self.names.canonical else "fused"
-            converting.plan_megatron(self.source, path, target, how).run(checksum="none")
+            plan = converting.plan_megatron(self.source, path, target, how)
+            plan.run(checksum="none")
+            alpha = plan.facts["adapter"]["alpha"]
         return {
             "path": str(path),
-            "scale": self.source.scale,
+            "alpha": alpha,
             "names": dict(peft.rules()["megatron"]),
         }
 
