@@ -101,6 +101,42 @@ class PeftAdapter:
         alpha = self._by_pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
+    def targets(self, stored: str) -> bool:
+        """Returns whether PEFT adapts a module, by the configuration (tuners_utils.py,
+        check_target_module_exists). An experts' parameter is not looked at, nor anything if the
+        configuration names no modules.
+        """
+        module, config = without_inside(stored), self.config
+        listed = config.get("target_modules")
+        if not listed or stored != module or self._has_experts(module):
+            return True
+        try:
+            if _named(config.get("exclude_modules"), module):
+                return False
+            kept = config.get("modules_to_save") or ()
+            if any(pattern(rf"(^|.*\.){one}($|\..*)").match(module) for one in kept):
+                return False
+            if isinstance(listed, str) and listed.lower() == "all-linear":
+                return True
+            if isinstance(listed, str) or module in listed:
+                return _named(listed, module)
+            return _named(listed, module) and self._in_layers(module)
+        except PatternError as e:
+            raise SourceError(f"{self.path / ADAPTER[0]}: {e}") from None
+
+    def _in_layers(self, module: str) -> bool:
+        """Returns whether a module lies in one of `layers_to_transform`."""
+        layers = self.config.get("layers_to_transform")
+        if layers is None or layers == []:
+            return True
+        parents = self.config.get("layers_pattern") or [r".+\.[^.]*"]
+        for parent in [parents] if isinstance(parents, str) else parents:
+            for number in _NUMBER.finditer(module):
+                before = module[: number.start() - 1]
+                if pattern(rf"(.*\.)?({parent})").fullmatch(before) and number.end() < len(module):
+                    return int(number[0]) in (layers if isinstance(layers, list) else [layers])
+        return False
+
     def check_finite(self) -> None:
         """Reads all factors and magnitudes. Raises SourceError with each that has a value which is
         not finite in float32.
@@ -171,6 +207,17 @@ class PeftAdapter:
             raise SourceError(f"{self.path / ADAPTER[0]}: {name}: {e}") from None
 
 
+def _named(names: Any, module: str) -> bool:
+    """Returns whether a regular expression, or one of several names of modules or their ends,
+    matches a module.
+    """
+    if not names:
+        return False
+    if isinstance(names, str):
+        return pattern(names).fullmatch(module)
+    return any(f".{module}".endswith(f".{one}") for one in names)
+
+
 def _of_key(key: str) -> Pattern:
     """Returns the expression that PEFT makes of a key of rank_pattern or alpha_pattern."""
     return pattern(rf"(.*\.)?({key})$")
@@ -212,7 +259,27 @@ def open_adapter(path: str | Path, experts: Experts | None = None) -> PeftAdapte
             " the program that wrote it lost them (Megatron-Bridge 0.6 does), so export it again"
         )
     read = experts or AS_STORED
-    return PeftAdapter(root, config, [str(file)], entries, modules, whole, experts=read)
+    adapter = PeftAdapter(root, config, [str(file)], entries, modules, whole, experts=read)
+    _refuse_untargeted(adapter)
+    return adapter
+
+
+def _refuse_untargeted(adapter: PeftAdapter) -> None:
+    """Raises SourceError for factors of modules that the configuration does not target. PEFT does
+    not load them, so the model that was trained does not have them.
+    """
+    outside = {stored for stored in adapter.modules if not adapter.targets(stored)}
+    # the names of the configuration are those of another program
+    if not outside or len(outside) == len(adapter.modules):
+        return
+    rows = [row for stored in sorted(outside) for row in adapter.modules[stored].values()]
+    raise SourceError.of(
+        f"{adapter.path}: has tensors of modules that its {ADAPTER[0]} does not target"
+        " (target_modules, exclude_modules, modules_to_save, layers_to_transform), and PEFT does"
+        " not load them:",
+        [adapter.key(row) for row in rows],
+        "Correct the configuration, or remove these tensors.",
+    )
 
 
 def _refuse(root: Path, config: Mapping[str, Any]) -> None:
@@ -260,6 +327,13 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
     listed = config.get("target_parameters") or []
     if not (isinstance(listed, list) and all(isinstance(one, str) for one in listed)):
         wrong.append(f"target_parameters is {listed!r:.60}, and must be a list of names")
+    for name in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
+        value = config.get(name) or []
+        if not (isinstance(value, str) or _is_list_of(str, value)):
+            wrong.append(f"{name} is {value!r:.60}, and must be a text or a list of texts")
+    layers = config.get("layers_to_transform") or []
+    if not (isinstance(layers, int) or _is_list_of(int, layers)):
+        wrong.append(f"layers_to_transform is {layers!r:.60}, and must be whole numbers")
     for name, patterned, read, wanted in (
         ("r", "rank_pattern", _is_rank, f"a whole number from 1 to {LARGEST}"),
         ("lora_alpha", "alpha_pattern", is_alpha, "a finite number that is not 0"),
@@ -280,6 +354,10 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
 def _is_rank(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
 
@@ -298,6 +376,7 @@ def _sorted(root: Path, entries: Entries) -> tuple[dict[str, dict[str, int]], di
     modules: dict[str, dict[str, int]] = {}
     whole: dict[str, int] = {}
     twice = []
+    adapters: dict[str, str] = {}  # the name of an adapter -> a key that has it
     for row, name in enumerate(entries.names):
         key = name
         while key.startswith(known["prefix"]):
@@ -308,8 +387,16 @@ def _sorted(root: Path, entries: Entries) -> tuple[dict[str, dict[str, int]], di
         if (found := _ends().search(key)) is not None:
             place = modules.setdefault(key[: found.start()], {})
             role = next(role for role in ROLES if found[role])
+            if (parts := found[0].split("."))[2:] and parts[2] not in ("weight", "bias"):
+                adapters.setdefault(parts[2], name)
         if (first := place.setdefault(role, row)) != row:
             twice.append(f"{entries.names[first]} and {name}")
+    if len(adapters) > 1:
+        raise SourceError.of(
+            f"{root}: has the tensors of {len(adapters)} adapters, of which PEFT loads one:",
+            list(adapters.values()),
+            "Save each adapter in a directory of its own.",
+        )
     if twice:
         raise SourceError.of(f"{root}: has two tensors for one place, so two adapters:", twice)
     _give_shared(entries, modules)

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mckpt.adapters.peft import rules
+from mckpt.adapters.peft import open_adapter, rules
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import Arrays, embedding, factors, modules, stacked
-from tests.helpers.commands import good
+from tests.helpers.commands import good, refused
 from tests.helpers.judging import limit
 
 pytestmark = [
@@ -224,3 +224,51 @@ def test_every_key_of_a_configuration_is_known():
     known = rules()["peft"]
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert not fields - {*known["known"], *known["refuse"]}
+
+
+TARGETS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj"]},
+    {"target_modules": ["layers.0.self_attn.q_proj", "down_proj"]},
+    {"target_modules": ["model.layers.1.mlp.up_proj", "k_proj"], "layers_to_transform": 0},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 2]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": r".*\.(q|v)_proj"},
+    {"target_modules": r"model\.layers\.[02]\.mlp\..*_proj"},
+    {"target_modules": "all-linear"},
+    {"target_modules": "all-linear", "exclude_modules": ["layers.0.self_attn.q_proj", "up_proj"]},
+    {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*layers\.1\..*"},
+    {"target_modules": [*ATTENTION, *MLP], "modules_to_save": ["mlp"]},
+    {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["up_proj"]},
+]
+
+
+@pytest.mark.parametrize("config", TARGETS, ids=str)
+def test_factors_that_peft_would_not_load_are_refused(config, bases, tmp_path):
+    """PEFT adapts the modules of the base that a configuration targets. An adapter that has factors
+    for all modules is refused with the others.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = bases("llama", "float32")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
+    loaded = {
+        name.removeprefix("base_model.model.")
+        for name, module in adapted.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    every = modules(base, *ATTENTION, *MLP, *(["lm_head"] if "lm_head" in loaded else []))
+    assert loaded < every.keys() or config == {"target_modules": "all-linear"}
+    folder = adapters.write(tmp_path / "all", factors(every, shared=False), **config)
+    if loaded == every.keys():
+        good("adapter", "merge", base, folder, tmp_path / "out")
+        return
+    refused(3, "does not target", args=("adapter", "merge", base, folder, tmp_path / "out"))
+    some = {name: shape for name, shape in every.items() if name in loaded}
+    folder = adapters.write(tmp_path / "some", factors(some, shared=False), **config)
+    assert {name for name in every if open_adapter(folder).targets(name)} == loaded
+    good("adapter", "merge", base, folder, tmp_path / "out")

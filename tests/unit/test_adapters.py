@@ -456,6 +456,40 @@ def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
     refused(3, "two tensors for one place", f"{lora.PREFIX}{key} and {key}", args=args)
 
 
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        ({"target_modules": ["q_proj"]}, "k_proj"),
+        ({"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]}, "k_proj"),
+        ({"target_modules": r".*\.q_proj"}, "k_proj"),
+        ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0]}, "layers.1."),
+        ({"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["k_proj"]}, "k_proj"),
+    ],
+)
+def test_factors_outside_of_the_configuration_are_refused(
+    config: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    """PEFT does not load them (tests/judge/test_adapter_merge.py asks it)."""
+    modules = [f"model.layers.{n}.self_attn.{x}_proj" for n in (0, 1) for x in "qk"]
+    made = lora.factors(lora.tensors(QWEN3), modules)
+    args = ("adapter", "merge", QWEN3, lora.save(tmp_path / "a", made, **config), tmp_path / "out")
+    said = refused(3, "does not target", "PEFT does not load them", args=args)
+    assert all((lost in line) for line in said.splitlines() if line.startswith("  - "))
+    assert lora.save(tmp_path / "a", made, target_modules=["q_proj", "k_proj"])
+    good(*args)
+
+
+def test_factors_of_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
+    module = "model.layers.{}.self_attn.q_proj"
+    made = lora.factors(lora.tensors(QWEN3), [module.format(0), module.format(1)])
+    named = {
+        key.replace(".weight", f".{'ab'['layers.1.' in key]}.weight"): value
+        for key, value in made.items()
+    }
+    args = ("adapter", "merge", QWEN3, lora.save(tmp_path / "a", named), tmp_path / "out")
+    refused(3, "has the tensors of 2 adapters", "a directory of its own", args=args)
+
+
 def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
     modules = lora.matrices(weights)
