@@ -196,7 +196,7 @@ class _Fitting:
             name = f"{square[0].name} [{square[0].a.shape[1]}, {square[0].b.shape[0]}]"
             config = self.adapter.config
             version, stated = config.get("peft_version"), self.adapter.experts.a
-            told = _turned_by_version(version, self.names.mapping.name)
+            told = turned_by_version(version, self.names.mapping.name)
             why = ""
             if stated is not None:
                 turned, why = stated == "output", "--expert-a"
@@ -437,7 +437,7 @@ def _of_expert(
     return (right.turned, left.turned) if by.turned else (left, right)
 
 
-def _turned_by_version(version: object, family: str) -> bool | None:
+def turned_by_version(version: object, family: str) -> bool | None:
     """Returns whether A multiplies the output of experts in an adapter that a release of PEFT wrote
     for a family, with transformers 5; None if the version is not known.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mckpt.adapters.factors import A, B, Place, name_of
+from mckpt.adapters.fitting import turned_by_version
 from mckpt.adapters.peft import is_adapter, open_adapter, rules
 from mckpt.formats.base import Format, Names, packed
 from mckpt.formats.hf_config import ADAPTER
@@ -35,6 +36,7 @@ class Adapted(NamedTuple):
     there: list[str]  # templates of the packed weights that have factors
     rank: int
     stacked: bool  # the key holds the matrices of all experts
+    turned: bool  # of these, A of the file multiplies the output, as PEFT has it for some families
 
 
 class Written(NamedTuple):
@@ -67,7 +69,8 @@ def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = F
             found = alike.setdefault(kind, [])
             file, at = int(places.file[index]), int(places.at[index])
             for nth, expert in enumerate(one.experts):
-                skipped = nth * (one.rank * one.whole.shape[1] if side == A else 1) * size
+                width = one.whole.shape[0 if one.turned else 1]
+                skipped = nth * (one.rank * width if side == A else 1) * size
                 found.append((one.layer, expert, file, at + skipped))
     stored = [
         Stored(key, dtype, shape, pieces, *np.array(found, "i8").T, padding=part, view=view)
@@ -78,7 +81,7 @@ def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = F
 
 def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[Adapted]:
     """Yields the stored weights of the base that have factors."""
-    scope = names.scope()
+    scope, version = names.scope(), rules()["peft"]["version"]
     for b in names.bound:
         if b.rule.alias or not b.rule.written:
             continue
@@ -89,7 +92,8 @@ def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[Adapted]:
             there = [name for name in b.rule.of if (name, layer, of[0]) in ranks]
             if there and len(whole.shape) == 2:
                 rank = ranks[there[0], layer, of[0]]
-                yield Adapted(keys[at], b, whole, layer, of, there, rank, count > 1)
+                turned = count > 1 and bool(turned_by_version(version, names.mapping.name))
+                yield Adapted(keys[at], b, whole, layer, of, there, rank, count > 1, turned)
 
 
 def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
@@ -105,6 +109,8 @@ def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
         outer = parameters[parameters.index(end) + 1 :] if end in parameters else []
         module += f".{known['inside'][0]}" * sum(f"{module}.{name}" in keys for name in outer)
     (out, into), count = one.whole.shape, len(one.experts)
+    if one.turned:
+        out, into = into, out
     shapes = {
         f"{A}.weight": (one.rank * count, into),
         f"{B}.weight": (out, one.rank * count),
@@ -119,6 +125,22 @@ def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple
     count: of the experts whose factors B take turns in its columns.
     """
     (out, into), rank = one.whole.shape, one.rank
+    if one.turned and side == A:
+        columns = [
+            Piece(
+                name_of(one.bound.rule.of[member], B, rank),
+                box._replace(offset=(box.offset[0], 0), shape=(box.shape[0], rank)),
+                at[0],
+                (step, out),
+            )
+            for member, box, at, step in one.whole.placed
+            if one.bound.rule.of[member] in one.there
+        ]
+        return (rank, out), tuple(columns)
+    if one.turned:
+        box, steps = whole_box((rank, into)), (count, rank * count)
+        whole = (Piece(name_of(one.there[0], A, rank), box, 0, steps),)
+        return ((into * rank - 1) * count + 1,), whole
     if side == A:
         box = whole_box((rank, into))
         return box.shape, (Piece(name_of(one.there[0], A, rank), box, 0, (into, 1)),)

@@ -327,6 +327,24 @@ def test_square_experts_are_read_as_the_release_wrote_them(
         expect_experts(base, tmp_path / side, stored, name, side)
 
 
+# of which the files have one tensor for all experts
+@pytest.mark.parametrize(("case", "name"), [one for one in SIDES if one[0] != "qwen3_5_moe"])
+def test_square_experts_are_written_as_the_release_reads_them(
+    case: str, name: str, tmp_path: Path
+) -> None:
+    """`adapter to-hf` states the newest release, and writes the side of A that it multiplies."""
+    base, stored = square(case, name, tmp_path)
+    config = {"r": 2, "lora_alpha": 4, "target_parameters": [f"experts.{name}"]}
+    adapter = lora.save(tmp_path / "a", stored, peft_version=RELEASES[-1], **config)
+    good("adapter", "to-megatron", adapter, base, tmp_path / "megatron")
+    good("adapter", "to-hf", tmp_path / "megatron", tmp_path / "back")
+    written = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert written["peft_version"] == RELEASES[-1]
+    back = lora.tensors(tmp_path / "back")
+    assert back.keys() == stored.keys()
+    assert all((back[key] == stored[key]).all() for key in stored)
+
+
 def test_the_columns_of_experts_that_unsloth_trained(tmp_path: Path) -> None:
     base, stored = square("qwen3_5_moe", "gate_up_proj", tmp_path)
     config = {"r": 2, "lora_alpha": 4, "peft_version": "0.21.0"}
