@@ -21,7 +21,10 @@ from mckpt.cli.terminal import echo
 from mckpt.errors import MckptError, Unreported, UsageError, counted
 
 # commands in which the processes of a launcher share the work
-SHARED = ("hf-to-megatron", "megatron-to-hf", "reshard", "repair")
+SHARED = (
+    *("hf-to-megatron", "megatron-to-hf", "reshard", "repair"),
+    *("adapter merge", "adapter to-megatron", "adapter to-hf", "adapter reshard"),
+)
 EXAMPLE = (
     "a job is `steps:` with a list, and each step has `command:`, the arguments and the options of"
     " that command; `mckpt run --help` shows one"
@@ -31,11 +34,16 @@ EXAMPLE = (
 class Step(NamedTuple):
     """One command of a job file."""
 
-    command: str
+    command: str  # that of a group has the group in front: "adapter merge"
     arguments: list[str]
 
     def __str__(self) -> str:
-        return shlex.join(["mckpt", self.command, *self.arguments])
+        return shlex.join(["mckpt", *self.words])
+
+    @property
+    def words(self) -> list[str]:
+        """Returns the words of a command line behind `mckpt`."""
+        return [*self.command.split(), *self.arguments]
 
 
 @command("run")
@@ -58,7 +66,7 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
         level: bytes
 
     Arguments and options have the names that the help of their command shows, without dashes in
-    front. ${NAME} stands for the environment variable NAME. The first step that fails ends the job,
+    front. A command of a group is named with it: `adapter merge`. ${NAME} stands for the environment variable NAME. The first step that fails ends the job,
     with its exit code.
     """
     program = ctx.find_root().command
@@ -82,7 +90,7 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
         where = f"step {number} of {len(steps)}"
         _tell(as_json, f"{where}: {step}", event="step", step=number)
         try:
-            code = program.main([step.command, *step.arguments], "mckpt", standalone_mode=False)
+            code = program.main(step.words, "mckpt", standalone_mode=False)
         except Unreported as error:  # the output that the next step needs is there
             unreported, code = error, 0
         except MckptError as error:
@@ -140,14 +148,28 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
         if not isinstance(fields, dict) or not isinstance(fields.get("command"), str):
             raise UsageError(f"{where}: has no command: {EXAMPLE}")
         name = fields["command"]
-        known = [n for n in program.commands if n not in ("run", "mappings")]
-        if name not in known:
-            raise UsageError(f"{where}: {name!r} is not a command{_meant(name, known)}")
+        target = _command(program, name, where)
         rest = {str(key): value for key, value in fields.items() if key != "command"}
         if as_json:
             rest.setdefault("json", True)
-        steps.append(_step(program.commands[name], name, rest, where))
+        steps.append(_step(target, name, rest, where))
     return steps
+
+
+def _command(program: click.Group, name: str, where: str) -> click.Command:
+    """Returns the command of a step; that of a group is named "adapter merge"."""
+    known = [one for one in program.commands if one not in ("run", "mappings")]
+    group, _, inner = name.partition(" ")
+    found = program.commands[group] if group in known else None
+    if isinstance(found, click.Group):
+        if inner in found.commands:
+            return found.commands[inner]
+        known = [f"{group} {one}" for one in found.commands]
+        if not inner:
+            raise UsageError(f"{where}: {name!r} needs one of {', '.join(known)}")
+    elif found and name == group:
+        return found
+    raise UsageError(f"{where}: {name!r} is not a command{_meant(name, known)}")
 
 
 def _step(target: click.Command, name: str, fields: Mapping[str, Any], where: str) -> Step:

@@ -12,6 +12,7 @@ import pytest
 
 from mckpt.cli import cli
 from mckpt.cli.commands import variables
+from tests.helpers import lora
 from tests.helpers.commands import good, mckpt, refused
 
 
@@ -48,6 +49,19 @@ def test_the_steps_run_in_order(job: Any, src: Path, monkeypatch: pytest.MonkeyP
 def test_a_step_takes_the_names_of_options_that_megatron_has(job: Any, src: Path) -> None:
     path = job({"command": "plan", "src": str(src), "dst": "a", "tensor_model_parallel_size": 2})
     assert "tp 2" in good("run", path).out
+
+
+def test_a_step_is_a_command_of_a_group(job: Any, src: Path) -> None:
+    stored = lora.factors(lora.tensors(src), ["model.layers.0.mlp.down_proj"])
+    lora.save(Path("lora"), stored)
+    path = job(
+        {"command": "adapter inspect", "path": "lora"},
+        {"command": "adapter merge", "base": str(src), "adapter": "lora", "dst": "m", "target_tp": 2},
+    )
+    assert "2 steps done" in good("run", path).err
+    assert good("run", path, "--dry-run").out == (
+        f"mckpt adapter inspect lora\nmckpt adapter merge {src} lora m --target-tp 2\n"
+    )
 
 
 def test_a_step_that_fails_ends_the_job(job: Any, src: Path) -> None:
@@ -87,6 +101,10 @@ def test_json_of_a_job(job: Any, src: Path) -> None:
         ("steps: [{src: a}]", ("step 1", "has no command")),
         ("steps: [{command: reshrad}]", ("'reshrad' is not a command", "did you mean reshard?")),
         ("steps: [{command: run, file: x}]", ("'run' is not a command",)),
+        ("steps: [{command: adapter}]", ("'adapter' needs one of adapter merge, ",)),
+        ("steps: [{command: adapter merg}]", ("did you mean adapter merge?",)),
+        ("steps: [{command: inspect all}]", ("'inspect all' is not a command",)),
+        ("steps: [{command: adapter merge, base: a}]", ("(adapter merge)", "adapter, dst is miss")),
         ("steps: [{command: inspect}]", ("step 1 (inspect)", "path is missing")),
         (
             "steps: [{command: inspect, path: a}, {command: plan, src: a, dst: b, tpp: 2}]",
