@@ -66,8 +66,8 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
         level: bytes
 
     Arguments and options have the names that the help of their command shows, without dashes in
-    front. A command of a group is named with it: `adapter merge`. ${NAME} stands for the environment variable NAME. The first step that fails ends the job,
-    with its exit code.
+    front. A command of a group is named with it: adapter merge. ${NAME} stands for the environment
+    variable NAME. The first step that fails ends the job, with its exit code.
     """
     program = ctx.find_root().command
     assert isinstance(program, click.Group)

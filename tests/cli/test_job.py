@@ -56,11 +56,11 @@ def test_a_step_is_a_command_of_a_group(job: Any, src: Path) -> None:
     lora.save(Path("lora"), stored)
     path = job(
         {"command": "adapter inspect", "path": "lora"},
-        {"command": "adapter merge", "base": str(src), "adapter": "lora", "dst": "m", "target_tp": 2},
+        {"command": "adapter merge", "base": str(src), "adapter": "lora", "dst": "m"},
     )
     assert "2 steps done" in good("run", path).err
     assert good("run", path, "--dry-run").out == (
-        f"mckpt adapter inspect lora\nmckpt adapter merge {src} lora m --target-tp 2\n"
+        f"mckpt adapter inspect lora\nmckpt adapter merge {src} lora m\n"
     )
 
 
