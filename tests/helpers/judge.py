@@ -134,7 +134,8 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
             report = {"error": traceback.format_exc(), "failed_after_s": time.time() - started}
         finally:
             # with NCCL, a group whose rank is lost never ends
-            if not (case.get("fault") and dist.get_backend() == "nccl"):
+            lost = case.get("fault") and dist.is_initialized() and dist.get_backend() == "nccl"
+            if not lost:
                 tear_down()
         store.set(f"report{rank}", json.dumps(report))
     if rank == 0:
