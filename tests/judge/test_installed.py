@@ -175,7 +175,8 @@ def destinations(source: str, parser: bool) -> set[str]:
 
 
 def unlisted(file: MappingFile, names: set[str]) -> list[str]:
-    return sorted(n for n in names - known_args(file) if not is_listed(n))
+    known = known_args(file) | set(file.values)  # of some values
+    return sorted(n for n in names - known if not is_listed(n))
 
 
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs megatron-core 0.19")
