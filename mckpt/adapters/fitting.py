@@ -99,6 +99,7 @@ class _Fitting:
         self.experts: list[_Experts] = []
 
     def fit(self) -> Fit:
+        self.adapter.refuse_untargeted(key.removesuffix(".weight") for key in self.base)
         for module, rows in self.adapter.modules.items():
             try:
                 self._add(module, rows)

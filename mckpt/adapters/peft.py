@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +123,24 @@ class PeftAdapter:
             return _named(listed, module) and self._in_layers(module)
         except PatternError as e:
             raise SourceError(f"{self.path / ADAPTER[0]}: {e}") from None
+
+    def refuse_untargeted(self, base: Iterable[str]) -> None:
+        """Raises SourceError for factors of modules that the configuration does not target. PEFT
+        does not load them, so the model that was trained does not have them.
+
+        base: the modules of the base. If none of them is targeted, the configuration has the names
+        of another program, and nothing is refused.
+        """
+        outside = sorted(stored for stored in self.modules if not self.targets(stored))
+        if not outside or not any(map(self.targets, base)):
+            return
+        raise SourceError.of(
+            f"{self.path}: has tensors of modules that its {ADAPTER[0]} does not target"
+            " (target_modules, exclude_modules, modules_to_save, layers_to_transform), and PEFT"
+            " does not load them:",
+            [self.key(row) for stored in outside for row in self.modules[stored].values()],
+            "Correct the configuration, or remove these tensors.",
+        )
 
     def _in_layers(self, module: str) -> bool:
         """Returns whether a module lies in one of `layers_to_transform`."""
@@ -259,27 +277,7 @@ def open_adapter(path: str | Path, experts: Experts | None = None) -> PeftAdapte
             " the program that wrote it lost them (Megatron-Bridge 0.6 does), so export it again"
         )
     read = experts or AS_STORED
-    adapter = PeftAdapter(root, config, [str(file)], entries, modules, whole, experts=read)
-    _refuse_untargeted(adapter)
-    return adapter
-
-
-def _refuse_untargeted(adapter: PeftAdapter) -> None:
-    """Raises SourceError for factors of modules that the configuration does not target. PEFT does
-    not load them, so the model that was trained does not have them.
-    """
-    outside = {stored for stored in adapter.modules if not adapter.targets(stored)}
-    # the names of the configuration are those of another program
-    if not outside or len(outside) == len(adapter.modules):
-        return
-    rows = [row for stored in sorted(outside) for row in adapter.modules[stored].values()]
-    raise SourceError.of(
-        f"{adapter.path}: has tensors of modules that its {ADAPTER[0]} does not target"
-        " (target_modules, exclude_modules, modules_to_save, layers_to_transform), and PEFT does"
-        " not load them:",
-        [adapter.key(row) for row in rows],
-        "Correct the configuration, or remove these tensors.",
-    )
+    return PeftAdapter(root, config, [str(file)], entries, modules, whole, experts=read)
 
 
 def _refuse(root: Path, config: Mapping[str, Any]) -> None:
@@ -387,8 +385,9 @@ def _sorted(root: Path, entries: Entries) -> tuple[dict[str, dict[str, int]], di
         if (found := _ends().search(key)) is not None:
             place = modules.setdefault(key[: found.start()], {})
             role = next(role for role in ROLES if found[role])
-            if (parts := found[0].split("."))[2:] and parts[2] not in ("weight", "bias"):
-                adapters.setdefault(parts[2], name)
+            named = "".join(found[0].split(".")[2:3])
+            if role in ("a", "b"):
+                adapters.setdefault("" if named == "weight" else named, name)
         if (first := place.setdefault(role, row)) != row:
             twice.append(f"{entries.names[first]} and {name}")
     if len(adapters) > 1:

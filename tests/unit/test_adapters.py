@@ -164,7 +164,7 @@ def test_other_prefixes_and_names_of_adapters(prefix: str, tmp_path: Path) -> No
     modules = lora.matrices(weights)[:3]
     stored = lora.factors(weights, modules)
     named = {
-        f"{prefix}{key.removeprefix(lora.PREFIX)}".replace("_A.", "_A.default."): value
+        f"{prefix}{key.removeprefix(lora.PREFIX)}".replace(".weight", ".default.weight"): value
         for key, value in stored.items()
     }
     adapter = lora.save(tmp_path / "adapter", named)
@@ -478,6 +478,8 @@ def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
     ("config", "lost"),
     [
         ({"target_modules": ["q_proj"]}, "k_proj"),
+        ({"target_modules": ["v_proj"]}, "_proj"),  # all factors are outside
+        ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [2]}, "_proj"),
         ({"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]}, "k_proj"),
         ({"target_modules": r".*\.q_proj"}, "k_proj"),
         ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0]}, "layers.1."),
@@ -500,12 +502,13 @@ def test_factors_outside_of_the_configuration_are_refused(
 def test_factors_of_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
     module = "model.layers.{}.self_attn.q_proj"
     made = lora.factors(lora.tensors(QWEN3), [module.format(0), module.format(1)])
-    named = {
-        key.replace(".weight", f".{'ab'['layers.1.' in key]}.weight"): value
-        for key, value in made.items()
-    }
-    args = ("adapter", "merge", QWEN3, lora.save(tmp_path / "a", named), tmp_path / "out")
-    refused(3, "has the tensors of 2 adapters", "a directory of its own", args=args)
+    for names in ((".a", ".b"), ("", ".b")):
+        named = {
+            key.replace(".weight", f"{names['layers.1.' in key]}.weight"): value
+            for key, value in made.items()
+        }
+        args = ("adapter", "merge", QWEN3, lora.save(tmp_path / "a", named), tmp_path / "out")
+        refused(3, "has the tensors of 2 adapters", "a directory of its own", args=args)
 
 
 def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
