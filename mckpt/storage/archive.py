@@ -138,12 +138,13 @@ class _File(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         # a header may state any size, and the memory for it would be allocated first
         left = max(0, self.size - self.at)
-        buffer = bytearray(min(size, left) if size >= 0 else left)
-        done = 0
+        left, parts = min(size, left) if size >= 0 else left, list[bytes]()
         # the operating system may read less than it is asked for
-        while done < len(buffer) and (some := self.readinto(memoryview(buffer)[done:])):
-            done += some
-        return bytes(buffer[:done])
+        while left and (part := descriptors.pread(self.fd, left, self.at)):
+            parts.append(part)
+            self.at += len(part)
+            left -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def readinto(self, buffer: Any) -> int:
         if self.at >= self.size:  # it may be beyond the numbers of the operating system
@@ -158,29 +159,37 @@ class _File(io.RawIOBase):
 
 
 class _Member(tarfile.TarInfo):
-    """A header of a tar file. tarfile calls `_proc_member` for each, and documents that subclasses
-    may override it.
+    """A header of a tar file. tarfile calls `_proc_member` for each, and says in its source that
+    subclasses may override it.
     """
 
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+    # typeshed leaves `_proc_member` out, so mypy does not know that of the base class
+    def _proc_member(self, tar: _Tar) -> tarfile.TarInfo:
         if self.size < 0:
             raise _BadHeader(f"{self.name[:80]!r} has {self.size:,} bytes")
         if self.type not in _LONG:
-            return super()._proc_member(tar)  # type: ignore[misc]
+            return super()._proc_member(tar)  # type: ignore[misc]  # see above
         if self.size > _LONGEST:
             raise _BadHeader(
                 f"the header of a long name at byte {self.offset:,} has {self.size:,} bytes, more"
                 f" than {_LONGEST:,}"
             )
         # each is followed by the header that it belongs to
-        tar.nested = getattr(tar, "nested", 0) + 1  # type: ignore[attr-defined]
-        if tar.nested > _NESTED:  # type: ignore[attr-defined]
+        tar.nested += 1
+        if tar.nested > _NESTED:
             raise _BadHeader(
                 f"more than {_NESTED} headers of long names in a row end at byte {self.offset:,}"
             )
-        found = super()._proc_member(tar)  # type: ignore[misc]
-        tar.nested = 0  # type: ignore[attr-defined]
+        found = super()._proc_member(tar)  # type: ignore[misc]  # see above
+        tar.nested = 0
         return found
+
+
+class _Tar(tarfile.TarFile):
+    """A tar file whose headers are bounded."""
+
+    tarinfo = _Member
+    nested = 0  # headers of long names that precede the member that is read
 
 
 class _BadHeader(Exception):
@@ -206,7 +215,7 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
     sizes: dict[str, int] = {}
     cure = "copy it again"
     try:
-        with _File(tar) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as opened:
+        with _File(tar) as file, _Tar.open(fileobj=file, mode="r:") as opened:
             for member in opened:
                 if member.size < 0:  # of a header for long names
                     raise _BadHeader(f"{member.name[:80]!r} has {member.size:,} bytes")
