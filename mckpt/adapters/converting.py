@@ -23,7 +23,7 @@ from mckpt.adapters.peft import (
     NOT_FINITE,
     Experts,
     PeftAdapter,
-    is_adapter,
+    is_peft,
     open_adapter,
     rules,
 )
@@ -88,7 +88,7 @@ def opened_adapter(
     place = places.local(path)
     if not place.exists():
         raise SourceError(f"{path}: does not exist")
-    if not place.is_dir() or is_adapter(place):
+    if not place.is_dir() or is_peft(place):
         if alpha is not None:
             raise UsageError(f"{path}: states its alpha in {ADAPTER[0]}; leave out --alpha")
         yield open_adapter(place, experts)
@@ -158,8 +158,8 @@ def plan_megatron(
             choices={**decided.names.choices, "layers": args.layers},
         ),
     )
-    how, told_of = _layout_for(source, decided, how)
-    names, members, equal = _named(source, decided, how)
+    chosen = _named(source, decided, how)
+    how, names = chosen.how, chosen.names
     kinds = _kinds(source, names, target.dtype)
     kinds |= {name: kind for name, kind in decided.dtypes.items() if is_state(name)}
     distributed, groups, scalers = True, list[list[dict[str, Any]]](), list[Scaler]()
@@ -169,7 +169,7 @@ def plan_megatron(
         groups, scalers = _optimizer_entries(source, names, decided)
         look = source.opened.format.readable and not helps
         state = optimizer.facts(source, look)
-    common, remarks = args.common, told_of
+    common, remarks = args.common, chosen.notes
     if swift:
         common, told = _swift_args(common, names, source.scale * names.rank)
         remarks.append(f"ms-swift loads it with --mcore_adapter {dst} {told}")
@@ -187,7 +187,7 @@ def plan_megatron(
             scalers,
         )
     )
-    held, layout = _placed(source, names, laid, members, equal)
+    held, layout = _placed(source, names, laid, chosen.members, chosen.equal)
     source = replace(source, held=held, has_states=False)
     config = [] if swift else _run_config(decided, names, how, source.scale)
     files = [*outputs, *config]
@@ -217,21 +217,44 @@ def plan_megatron(
     return Plan(source, destination, target, joined, layout, names, files, side, [], facts, remarks)
 
 
-def _named(
-    source: AdapterCheckpoint, decided: Decided, how: str, whole: bool = False
-) -> tuple[AdapterNames, dict[Place, Member], set[Place]]:
-    """Returns the names of the adapters of a new checkpoint, the place of the factors of each
-    weight in those of its module, and the factors A that equal another one of their module.
+class _Chosen(NamedTuple):
+    """How the factors of an adapter lie in a new checkpoint."""
 
-    whole: the weights are in the checkpoint as well. Raises UsageError for factors that adapters of
-    Megatron-Bridge cannot have.
+    how: str  # one of LAYOUTS
+    names: AdapterNames
+    members: dict[Place, Member]  # the place of the factors of each weight in those of its module
+    equal: set[Place]  # factors A that equal another one of their module
+    notes: list[str]
+
+
+def _named(
+    source: AdapterCheckpoint, decided: Decided, how: str | None, whole: bool = False
+) -> _Chosen:
+    """Returns how the factors of an adapter lie in a new checkpoint.
+
+    how: one of LAYOUTS; None: fused, or canonical if weights of one linear have different factors A
+    and canonical has a place for each. whole: the weights are in the checkpoint as well.
+
+    Raises UsageError for factors that adapters of Megatron-Bridge cannot have.
     """
-    places = factors.weights_in(source.layout)
+    places, notes = factors.weights_in(source.layout), list[str]()
+    asked, how = how, how or "fused"
     swift = how.startswith("swift")
     names = _names_of(source, decided, how, whole)
     equal, apart = set[Place](), list[str]()
     if not (block := "block" in how):
         equal, apart = _alike(source, names.modules, places)
+    if apart and asked is None and not names.dora:  # CanonicalLoRA has no magnitudes
+        with suppress(UsageError):  # a linear for whose parts CanonicalLoRA has no adapters
+            other = _names_of(source, decided, "canonical", whole)
+            found, still_apart = _alike(source, other.modules, places)
+            if not still_apart:
+                more = f", and {len(apart) - 1} more" * (len(apart) > 1)
+                notes.append(
+                    "--layout canonical (CanonicalLoRA), because"
+                    f" {apart[0].partition(': ')[2]} have factors A of their own{more}"
+                )
+                how, names, equal, apart = "canonical", other, found, []
     if apart:
         raise UsageError.of(
             f"{source.path}: an adapter of Megatron has one factor A for all weights that a linear"
@@ -261,12 +284,10 @@ def _named(
             f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
             " factor A of most linears along the rank; choose a tp that divides it"
         )
-    return names, members, equal
+    return _Chosen(how, names, members, equal, notes)
 
 
-def _names_of(
-    source: AdapterCheckpoint, decided: Decided, how: str, whole: bool = False
-) -> AdapterNames:
+def _names_of(source: AdapterCheckpoint, decided: Decided, how: str, whole: bool) -> AdapterNames:
     """Returns the names of the adapters of a new checkpoint, whose rank is not known yet."""
     own, places = decided.names, factors.weights_in(source.layout)
     return AdapterNames(
@@ -281,31 +302,6 @@ def _names_of(
         mtp=any(layer >= own.dims["num_layers"] for _, layer, _ in places),
         whole=whole,
     )
-
-
-def _layout_for(
-    source: AdapterCheckpoint, decided: Decided, how: str | None
-) -> tuple[str, list[str]]:
-    """Returns the layout that the user names, or the one that can hold the factors: canonical, if
-    weights of one linear have different factors A and it has a place for each. Notes say so.
-    """
-    if how is not None:
-        return how, []
-    if _has_magnitudes(source):
-        return "fused", []  # CanonicalLoRA has none
-    places = factors.weights_in(source.layout)
-    _, apart = _alike(source, _names_of(source, decided, "fused").modules, places)
-    if not apart:
-        return "fused", []
-    with suppress(UsageError):  # a linear for whose parts CanonicalLoRA has no adapters
-        if not _alike(source, _names_of(source, decided, "canonical").modules, places)[1]:
-            first = apart[0].partition(": ")[2]
-            note = (
-                f"--layout canonical (CanonicalLoRA), because {first} have factors A of their own"
-                f"{f', and {len(apart) - 1} more' * (len(apart) > 1)}"
-            )
-            return "canonical", [note]
-    return "fused", []
 
 
 def _kinds(source: AdapterCheckpoint, names: AdapterNames, asked: str | None) -> dict[str, str]:
@@ -333,19 +329,20 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Besi
 
     how: one of LAYOUTS; None: fused, or canonical if only that can hold the factors.
     """
-    how, remarks = _layout_for(source, decided, how)
-    if how.startswith("swift"):
+    if (how or "").startswith("swift"):
         raise UsageError(
             f"--layout {how}: ms-swift keeps adapters without the weights; write them with `mckpt"
             " adapter to-megatron`"
         )
-    names, members, equal = _named(source, decided, how, whole=True)
+    chosen = _named(source, decided, how, whole=True)
+    how, names = chosen.how, chosen.names
     kinds = _kinds(source, names, decided.target.dtype)
     facts = {**_facts(how, names, source), "beside": True}
 
     def placed(laid: Layout) -> tuple[Checkpoint, Layout]:
         weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
-        held, layout = _placed(source, names, factors.kept(laid, kinds), members, equal)
+        kept = factors.kept(laid, kinds)
+        held, layout = _placed(source, names, kept, chosen.members, chosen.equal)
         moved = replace(decided.moved, merging=_Held(source.path, held, facts))
         stored, shapes = [*weights.stored, *layout.stored], {**weights.shapes, **layout.shapes}
         return moved, replace(laid, stored=stored, shapes=shapes)
@@ -356,7 +353,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Besi
         names=names,
         dtypes={**decided.dtypes, **kinds},
         has_args=False,
-        notes=[*decided.notes, *remarks, *source.remarks],
+        notes=[*decided.notes, *chosen.notes, *source.remarks],
     )
     return Beside(known, placed, _run_config(decided, names, how, source.scale), facts)
 

@@ -416,7 +416,7 @@ class _Experts(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How the factors of all experts are stored."""
+    """The order in which the factors of all experts are stored."""
 
     turned: bool  # their product is the transpose of the expert's matrix [out, in]
     grouped: bool  # the columns of B that belong to one expert are side by side

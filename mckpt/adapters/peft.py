@@ -62,7 +62,7 @@ def _pattern(text: str) -> str:
 
 
 class Experts(NamedTuple):
-    """How to read the factors of experts that are one parameter, as the user states it."""
+    """What the user states of an adapter whose experts are one parameter."""
 
     a: str | None = None  # the side that A multiplies, of square matrices: "input" or "output"
     b: str | None = None  # the order of the columns of B: "rank_major" or "grouped_by_expert"
@@ -251,6 +251,18 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER[0]).is_file()
 
 
+def is_peft(path: Path) -> bool:
+    """Returns whether a directory that was given as an adapter is one of PEFT; else it is one of
+    Megatron. Raises SourceError if it is one of PEFT that has lost its configuration.
+    """
+    if not is_adapter(path) and (found := [n for n in ADAPTER[1:] if (path / n).is_file()]):
+        raise SourceError(
+            f"{path}: has {found[0]} and no {ADAPTER[0]}, which states the rank and the scale; copy"
+            " that file too"
+        )
+    return is_adapter(path)
+
+
 def open_adapter(path: str | Path, experts: Experts | None = None) -> PeftAdapter:
     """Opens an adapter of PEFT: a directory, a name on the Hub or a URL.
 
@@ -259,7 +271,7 @@ def open_adapter(path: str | Path, experts: Experts | None = None) -> PeftAdapte
     Raises SourceError if it is damaged, or if it is of a kind that mckpt does not compute.
     """
     root = places.local(path)
-    if not is_adapter(root):
+    if not is_peft(root):
         raise SourceError(f"{root}: has no {ADAPTER[0]}, so it is not the directory of an adapter")
     config = parse_config(root / ADAPTER[0])
     _refuse(root, config)

@@ -103,7 +103,7 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
     from mckpt.formats import places
 
     place = places.local(path)
-    if place.is_dir() and not peft.is_adapter(place):
+    if place.is_dir() and not peft.is_peft(place):
         source, names = of_megatron(place, shared.source_options(options), alpha)
         shown = show(source, names)
         if as_json:

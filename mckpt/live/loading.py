@@ -25,7 +25,7 @@ from msgspec import structs
 
 from mckpt.adapters.checkpoint import of_megatron, of_peft
 from mckpt.adapters.converting import into_model
-from mckpt.adapters.peft import is_adapter, open_adapter
+from mckpt.adapters.peft import is_peft, open_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions, VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit
@@ -323,7 +323,7 @@ def plan_adapter(source: Checkpoint, model: Checkpoint, adapter: str | Path) -> 
         )
     held, names = found
     place = places.local(adapter)
-    if not place.is_dir() or is_adapter(place):
+    if not place.is_dir() or is_peft(place):
         given = of_peft(open_adapter(place), source, look=False)
     else:
         options = SourceOptions(like=source.files.described_by)

@@ -499,6 +499,19 @@ def test_factors_outside_of_the_configuration_are_refused(
     good(*args)
 
 
+def test_an_adapter_without_its_configuration_is_refused(tmp_path: Path) -> None:
+    made = lora.factors(lora.tensors(QWEN3), ["model.layers.0.self_attn.q_proj"])
+    lost, out = lora.save(tmp_path / "lost", made), tmp_path / "out"
+    (lost / "adapter_config.json").unlink()
+    for args in (
+        ("adapter", "merge", QWEN3, lost, out),
+        ("adapter", "to-megatron", lost, QWEN3, out),
+        ("adapter", "inspect", lost),
+        ("hf-to-megatron", QWEN3, out, "--adapter", lost),
+    ):
+        refused(3, "has adapter_model.safetensors and no adapter_config.json", args=args)
+
+
 def test_factors_of_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
     module = "model.layers.{}.self_attn.q_proj"
     made = lora.factors(lora.tensors(QWEN3), [module.format(0), module.format(1)])
