@@ -72,7 +72,7 @@ def echo_outcome(state: str, start: float, facts: Mapping[str, Any], **places: P
 
 
 EVENT_S = 1.0  # seconds between two events
-LINE_S = 30.0  # seconds between two lines of progress, if stderr is no terminal
+LINE_S = 30.0  # seconds between two lines of progress, where stderr is not a terminal
 # Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
 # stalls.
 WINDOW_S = 10.0

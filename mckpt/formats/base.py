@@ -121,8 +121,8 @@ class Opened(Protocol):
 
 
 def _only_read(request: Any) -> tuple[Layout, list[TargetFile]]:
-    # The table of formats lists this one as one that is only read, and a target of such a format is
-    # refused before. To come here would be a mistake of mckpt.
+    # A target of a format that is only read is refused before, by the table of formats. This error
+    # would be a mistake of mckpt.
     raise NotImplementedError("the format is only read")
 
 

@@ -156,7 +156,7 @@ class Memory:
                 "modules of the live model were added, removed or replaced since it was described;"
                 " make the Sync again"
             )
-        # not those of an optimizer's state, which come behind
+        # strict=False: tensors of an optimizer's state come behind the weights, and have no form
         for number, (weight, form) in enumerate(zip(self.weights, self._forms, strict=False)):
             tensor = getattr(weight.module, weight.attribute)
             seen = self._seen[number]

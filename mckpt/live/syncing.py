@@ -346,7 +346,7 @@ class Sync:
         tensors = self._received(sent)
         listed = sent.bucket.tensors
         del sent  # the memory of a bucket whose tensors have been made
-        # a rank that does not receive the bucket has no tensors
+        # strict=False: a rank that does not receive the bucket has no tensors
         for tensor, whole in zip(listed, tensors, strict=False):
             if self.scheme is None and not self.slices:
                 yield tensor.name, whole

@@ -19,6 +19,7 @@ from typing import Any
 from mckpt.errors import SourceError
 
 if sys.version_info >= (3, 11):
+    # typeshed leaves private modules out
     from re import _constants as codes  # type: ignore[attr-defined]
     from re import _parser as parser
 else:

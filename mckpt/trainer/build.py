@@ -210,7 +210,7 @@ def check(args: Namespace) -> None:
     if spec and spec[0] != "local" and not str(spec[0]).startswith("megatron.core.models."):
         problems.append(f"spec is {spec!r}: not built here")
     if getattr(args, "is_hybrid_model", False) and not hybrid.pattern(args):
-        problems.append("is_hybrid_model is True, and there is no hybrid_layer_pattern")
+        problems.append("is_hybrid_model is True, but the args have no hybrid_layer_pattern")
     if epsilon(args) is None:
         problems.append("layernorm_epsilon (norm_epsilon before Megatron-Core 0.16) is absent")
     tp = args.tensor_model_parallel_size

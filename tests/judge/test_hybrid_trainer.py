@@ -442,7 +442,7 @@ def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> 
             "*-",
             {"hybrid_layer_pattern": None, "is_hybrid_model": True},
             {},
-            "is_hybrid_model is True, and there is no",
+            "is_hybrid_model is True, but the args have no",
         ),
     ],
 )
