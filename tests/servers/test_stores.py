@@ -671,14 +671,6 @@ def test_names_that_are_not_there(cli, server, bucket):
         package.open("s3://")
 
 
-def test_doctor_lists_a_url(bucket: str) -> None:
-    url, absent = f"s3://{bucket}/hf", "s3://no-such-one/x"
-    said = mckpt("doctor", "--store", absent, "--store", url)
-    number = len(list(SRC.iterdir()))
-    assert said.code == 3 and f"{url}: reached, {number} objects\n" in said.out
-    assert f"{absent}: the bucket" in said.out and f"{absent}: the bucket" in said.err
-
-
 def test_a_missing_bucket_is_named(bucket, tmp_path):
     for code, args in (
         (3, ("inspect", "s3://no-such-one/hf")),
