@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
@@ -486,6 +486,7 @@ def diff(
     *,
     atol: float | None = None,
     no_optimizer: bool = False,
+    allow_overflow: bool = False,
     progress: OnProgress | None = None,
     cancel: Event | None = None,
 ) -> Difference:
@@ -496,18 +497,21 @@ def diff(
     among the tensors.
 
     atol: the largest difference of two values that count as equal; None compares every bit.
+    allow_overflow: compares values that large scales of quantised weights make infinite.
     """
     from mckpt.checkpoint import comparison
 
     if atol is not None and (type(atol) not in (int, float) or not 0 <= atol < math.inf):
         raise UsageError(f"--atol {atol!r} must be a finite number, at least 0")
-    if type(no_optimizer) is not bool:
-        raise UsageError(f"no_optimizer is {no_optimizer!r}, and must be True or False")
+    for name, value in (("no_optimizer", no_optimizer), ("allow_overflow", allow_overflow)):
+        if type(value) is not bool:
+            raise UsageError(f"{name} is {value!r}, and must be True or False")
     left, right = with_factors(a), with_factors(b)
     left, right = left.named_as(right), right.named_as(left)
     both = left.is_megatron and right.is_megatron and not no_optimizer
     if both and left.optimizer and right.optimizer:
         left, right = left.with_optimizer(), right.with_optimizer()
+    left, right = (replace(side, allow_overflow=allow_overflow) for side in (left, right))
     difference = comparison.diff(left, right, atol, watched(progress, cancel))
     difference.replicas = comparison.copies_apart((left, right), cancel)
     scales = [getattr(side, "scale", math.nan) for side in (left, right)]

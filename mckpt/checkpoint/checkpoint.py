@@ -60,6 +60,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     borrows: bool = False  # takes tensors from the directory of --like; see `borrowing`
     has_states: bool = False  # the optimizer's states are among its tensors
     merging: Merging | None = None  # the adapter that is merged into its weights
+    allow_overflow: bool = False  # values that scales make infinite are read as they are
 
     @classmethod
     def open(cls, path: str | Path, options: SourceOptions | None = None) -> Self:
@@ -220,7 +221,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def reader(self) -> Reader:
-        return Reader(self.layout)
+        return Reader(self.layout, self.allow_overflow)
 
     def tensors(self) -> Mapping[str, LogicalTensor]:
         """Returns the logical tensors by name, which are those of the checkpoint as a mapping."""
@@ -244,7 +245,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # without the tensors' places: they would be large
-        return type(self), (self.files, self.model, self.borrows, self.has_states, self.merging)
+        parts = self.files, self.model, self.borrows, self.has_states, self.merging
+        return type(self), (*parts, self.allow_overflow)
 
 
 def _without_mtp(layout: Layout, num_layers: int) -> Layout:

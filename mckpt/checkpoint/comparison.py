@@ -88,7 +88,7 @@ class Difference:
         apart |= {name: found for name, found in others.items() if found}
         counts = ", ".join(f"{len(found):,} {name}" for name, found in apart.items())
         first = next((f"; first: {found[0]}" for found in apart.values() if found), "")
-        return f"Difference({counted(self.same, 'tensor')} equal, {counts}{first})"
+        return f"Difference({counted(self.same, 'logical tensor')} equal, {counts}{first})"
 
     def swapped(self) -> Difference:
         """Returns the same difference with the two sides exchanged."""

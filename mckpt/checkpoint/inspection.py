@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
-from mckpt.errors import MappingError, SourceError, counted
+from mckpt.errors import MappingError, MckptError, SourceError, counted
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names
 from mckpt.formats.hf_config import CONFIG, parse_config, read_config
@@ -31,6 +32,8 @@ LABELS = {
     "unit": "directory",
     "files": "files with weights",
     "objects": "entries that are not tensors",
+    "num_logical": "logical tensors",
+    "num_states": "logical tensors that are states of the optimizer",
     "num_tensors": "stored tensors",
     "bytes": "bytes of stored tensors",
     "mapping_file": "mapping file",
@@ -39,8 +42,8 @@ SHOWN = 40  # lines of tensors in the text form; --json has all
 
 
 def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
-    """Returns format, model, sizes, iteration and stored tensors, all or the first `most`, from
-    headers alone.
+    """Returns format, model, sizes, iteration, the number of logical tensors, and the stored ones,
+    all or the first `most`, from headers alone.
     """
     opened = source.opened
     out: dict[str, Any] = {"path": str(source.path), "format": source.format}
@@ -63,9 +66,24 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
         key: {"shape": list(shape), "dtype": dtype, **more, "bytes": size[dtype, shape]}
         for key, dtype, shape, more in shown.tensors
     }
+    out["num_logical"], out["num_states"] = _num_logical(source)
     out["num_tensors"] = shown.kinds.total()
     out["bytes"] = sum(n * size[kind] for kind, n in shown.kinds.items())
     return out
+
+
+def _num_logical(source: Checkpoint) -> tuple[int | None, int | None]:
+    """Returns the number of logical tensors, and of those among them that are states of the
+    optimizer. None: there are none, or mckpt cannot name them, because it does not know the model
+    or the checkpoint is damaged.
+    """
+    count, states = None, None
+    with suppress(MckptError):
+        count = len(source)
+        if source.optimizer is not None:
+            states = source.optimizer.layout.num_tensors
+            count += states
+    return count, states
 
 
 def lines(facts: dict[str, Any]) -> list[str]:

@@ -185,8 +185,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
     It is thread-safe and picklable, because it opens files for each read.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._lengths = layout, Lengths()
+    def __init__(self, layout: Layout, allow_overflow: bool = False) -> None:
+        self._layout, self._lengths, self._allow = layout, Lengths(), allow_overflow
         self._stored: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
         self._order: dict[str, tuple[str, int, int]] = {}
         rows = []
@@ -323,12 +323,13 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 grid = Grid(*s.scales.grids[row].tolist())._replace(phase=phase)
                 target = to.view(numpy_dtype(s.dtype))
                 try:
-                    dequantise(grid, rows, target, at, m.src_pitch, m.src_step, read)
+                    where = at, m.src_pitch, m.src_step
+                    dequantise(grid, rows, target, *where, read, self._allow)
                 except Unbounded as e:
                     raise UsageError(
                         f"{into.tensor.format(layer=s.layer[row], expert=s.expert[row])}:"
-                        f" {self._layout.files[int(s.file[row])]}: {e}; a conversion with"
-                        " --allow-overflow writes it"
+                        f" {self._layout.files[int(s.file[row])]}: {e};"
+                        " --allow-overflow of a conversion or of diff accepts it"
                     ) from None
             elif offset:
                 shift(rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype)), -offset)

@@ -35,9 +35,16 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Compare the weights only, not the optimizer state that both have.",
 )
+@shared.overflow_option
 @json_option
 def diff(
-    a: Path, b: Path, atol: float | None, no_optimizer: bool, as_json: bool, **options: Any
+    a: Path,
+    b: Path,
+    atol: float | None,
+    no_optimizer: bool,
+    allow_overflow: bool,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Compare two checkpoints tensor by tensor.
 
@@ -54,7 +61,8 @@ def diff(
     for note in dict.fromkeys(notes):
         terminal.print_note(note, as_json)
     with terminal.showing("comparing", as_json) as shown:
-        difference = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
+        accepted: dict[str, Any] = {"atol": atol, "allow_overflow": allow_overflow}
+        difference = api.diff(left, right, no_optimizer=no_optimizer, progress=shown, **accepted)
     if as_json:
         echo_outcome("different" if difference else "same", start, difference.json(), a=a, b=b)
     else:
@@ -82,6 +90,7 @@ def _lines(result: Difference, a: Path, b: Path, atol: float | None) -> Iterator
         verdict = "the same to the last bit" if atol is None else f"the same within {atol:g}"
     dropped = f", {len(result.dropped):,} dropped" if result.dropped else ""
     yield (
-        f"{verdict}: {counted(result.same, 'tensor')} equal, {len(result.changed):,} differ,"
-        f" {len(result.missing):,} missing, {len(result.extra):,} extra{dropped}"
+        f"{verdict}: {counted(result.same, 'logical tensor')} equal,"
+        f" {len(result.changed):,} differ, {len(result.missing):,} missing,"
+        f" {len(result.extra):,} extra{dropped}"
     )

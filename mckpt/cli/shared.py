@@ -292,6 +292,12 @@ inexact_option = conversion_option(
     help="Convert a model with a feature that the target cannot represent exactly. The error about"
     " the feature prints its NAME. May be repeated.",
 )
+overflow_option = conversion_option(
+    "--allow-overflow",
+    is_flag=True,
+    help="Let values that are too large for fp16, or that large scales of quantised weights"
+    " make infinite, become infinite.",
+)
 overwrite_option = conversion_option(
     "--overwrite",
     is_flag=True,
@@ -341,12 +347,7 @@ conversion_options = together(
         default="crc32",
         help="Checksum of each file, stored in mckpt.json.",
     ),
-    conversion_option(
-        "--allow-overflow",
-        is_flag=True,
-        help="Let values that are too large for fp16, or that large scales of quantised weights"
-        " make infinite, become infinite.",
-    ),
+    overflow_option,
     overwrite_option,
     conversion_option(
         "--resume/--no-resume",

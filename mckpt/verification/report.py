@@ -270,11 +270,11 @@ def _values(facts: dict[str, Any]) -> Markup:
     """Returns the comparison of the stored values."""
     found = facts["values"]
     counts = [
-        ("equal to the last bit", f"{found['tensors_equal']:,} tensors"),
+        ("equal to the last bit", f"{found['tensors_equal']:,} logical tensors"),
         ("compared", f"{found['bytes_compared']:,} bytes"),
     ]
     if after_cast := found["equal_after_cast"]:
-        counts.append(("of these after a cast", f"{after_cast:,} tensors"))
+        counts.append(("of these after a cast", f"{after_cast:,} logical tensors"))
     parts = [terms(counts)]
     head = ["tensor that differs", "in", "first", "second", "at", "elements", "max abs"]
     rows = [

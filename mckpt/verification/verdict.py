@@ -106,7 +106,7 @@ class Verdict:
             if count := values["equal_after_cast"]:
                 cast = f", {count:,} of them after a cast that mckpt.json or the mapping names"
             out.append(
-                f"{values['tensors_equal']:,} tensors are equal to the last bit{cast}"
+                f"{values['tensors_equal']:,} logical tensors are equal to the last bit{cast}"
                 f" ({values['bytes_compared']:,} bytes)"
             )
         if training := facts.get("training"):

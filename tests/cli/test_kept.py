@@ -91,10 +91,10 @@ def test_later_commands_need_neither_the_mapping_nor_the_permission(
     assert "inexact: activation is 'gelu_tanh', and gpt would compute with 'silu'" in said
     for ckpt in (mine / "ckpt", tmp_path / "tp2"):  # the output of a reshard keeps them too
         assert good("diff", ckpt, mine / "ckpt").out.startswith(
-            "the same to the last bit: 39 tensors"
+            "the same to the last bit: 39 logical tensors"
         )
         assert good("diff", mine / "hf", ckpt).out.startswith(
-            "the same to the last bit: 39 tensors"
+            "the same to the last bit: 39 logical tensors"
         )
         assert "inexact: activation" in good("inspect", ckpt).out
         said = mckpt("verify", mine / "hf", ckpt, "--level", "bytes")
@@ -110,7 +110,9 @@ def test_later_commands_need_neither_the_mapping_nor_the_permission(
     back = tmp_path / "back"
     good("megatron-to-hf", tmp_path / "tp2", back)
     assert (back / "config.json").read_bytes() == (mine / "hf" / "config.json").read_bytes()
-    assert good("diff", mine / "hf", back).out.startswith("the same to the last bit: 39 tensors")
+    assert good("diff", mine / "hf", back).out.startswith(
+        "the same to the last bit: 39 logical tensors"
+    )
     good("hf-to-megatron", back, tmp_path / "again", "--allow-inexact", "activation")
 
 
@@ -168,12 +170,12 @@ def test_a_family_given_by_name_is_recorded(tmp_path: Path) -> None:
     )
     good("megatron-to-hf", tmp_path / "e", tmp_path / "back")
     assert good("diff", tmp_path / "d", tmp_path / "back").out.startswith(
-        "the same to the last bit: 47 tensors"
+        "the same to the last bit: 47 logical tensors"
     )
     # a family of mckpt, given by name
     good("hf-to-megatron", source, tmp_path / "named", "--mapping", "qwen3")
     assert good("diff", tmp_path / "d", tmp_path / "named").out.startswith(
-        "the same to the last bit: 47 tensors"
+        "the same to the last bit: 47 logical tensors"
     )
 
 
@@ -293,7 +295,7 @@ def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
     good("hf-to-megatron", tmp_path / "back", tmp_path / "again")
     for ckpt in ("d", "r", "back"):
         assert good("diff", tmp_path / ckpt, tmp_path / "again").out.startswith(
-            "the same to the last bit: 201 tensors"
+            "the same to the last bit: 201 logical tensors"
         )
     said = good("verify", headless, tmp_path / "r", "--level", "bytes", "--set", "mtp_layers=0").out
     assert said.splitlines()[-1].startswith("PASS")

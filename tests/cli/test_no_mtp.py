@@ -28,7 +28,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 def same(left: Path, right: Path, count: int) -> None:
     assert good("diff", left, right).out.startswith(
-        f"the same to the last bit: {count} tensors equal, 0 differ"
+        f"the same to the last bit: {count} logical tensors equal, 0 differ"
     )
 
 

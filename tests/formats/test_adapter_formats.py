@@ -573,7 +573,7 @@ def test_an_adapter_is_written_beside_the_weights(layout: str, tmp_path: Path) -
         assert "sound" in good("check", place).out
         good("diff", tmp_path / "a", place)
         found = run("diff", place, tmp_path / "alone")
-        assert "56 tensors equal, 0 differ, 47 missing" in found.out
+        assert "56 logical tensors equal, 0 differ, 47 missing" in found.out
         whole = place.with_suffix(".whole")
         good("megatron-to-hf", place, whole, "--merge")
         good("diff", tmp_path / "merged", whole)

@@ -925,8 +925,13 @@ def test_scales_that_make_values_infinite_are_refused(
         for read in (tensor.numpy, package.open(src).hf_tensors()[key].numpy):
             with pytest.raises(package.errors.UsageError, match="times its scale"):
                 read()
-        refused(2, name, "times its scale", args=("diff", tmp_path / "plain", src))
+        refused(
+            2, name, "times its scale", "--allow-overflow", args=("diff", tmp_path / "plain", src)
+        )
     good(*args, "--allow-overflow")
+    good("diff", src, out, "--allow-overflow")
+    said = mckpt("diff", tmp_path / "plain", src, "--allow-overflow", "--atol", 1e9)
+    assert said.code == 1 and f"{name}: " in said.out and "max abs inf" in said.out
     with np.errstate(all="ignore"):
         if "nvfp4" in case:
             blocks, whole = held[f"{key}_scale"].astype("f4").repeat(16, 1), np.float32(number)

@@ -26,6 +26,7 @@ from mckpt.errors import UsageError
 from mckpt.wording import in_keywords
 from tests.helpers import tiny
 from tests.helpers.commands import good, hf, tree
+from tests.helpers.tiny import unpack
 
 
 def test_open_reads_tensors_and_slices_of_every_format(src, torch_dir, dist_dir):
@@ -150,7 +151,16 @@ def test_a_plan_counts_the_tensors_that_inspect_shows(src, tmp_path, options, st
     assert f": {stored} stored tensors, 6 files" in plan.summary()
     plan.run()
     said = good("inspect", tmp_path / "out").out
-    assert f"\nstored tensors: {stored}\n" in said
+    assert f"\nlogical tensors: 47\nstored tensors: {stored}\n" in said
+
+
+def test_all_commands_count_the_same_logical_tensors(tmp_path):
+    saved, out = unpack("fsdp/qwen3-plain", tmp_path / "saved"), tmp_path / "out"
+    count = "100 logical tensors"  # 25 weights, and 3 states of each
+    assert f": {count} in " in good("reshard", saved, out, "--target-tp", 1).err
+    assert f": {count} equal," in good("diff", saved, out).out
+    words = "\nlogical tensors: 100\nlogical tensors that are states of the optimizer: 75\n"
+    assert all(words in good("inspect", path).out for path in (saved, out))
 
 
 @pytest.fixture
@@ -207,10 +217,10 @@ def test_each_object_is_one_line_and_shows_its_public_names_only(src, torch_dir,
         (package.open(src), f"Checkpoint(hf {src})"),
         (ckpt.hf_tensors(), f"HfTensors(47 tensors of torch {torch_dir})"),
         (ckpt["layers.3.attn.q.weight"], "(layers.3.attn.q.weight, [384, 48], bfloat16)"),
-        (same, "Difference(47 tensors equal, 0 differ, 0 missing, 0 extra)"),
+        (same, "Difference(47 logical tensors equal, 0 differ, 0 missing, 0 extra)"),
         (
             broken,
-            "(46 tensors equal, 1 differ, 0 missing, 0 extra; first: w: dtype float32 against",
+            "(46 logical tensors equal, 1 differ, 0 missing, 0 extra; first: w: dtype float32",
         ),
         (found, f"Checked(sound: {found.files} files, {bytes_read})"),
         (package.Verdict("fail", ["a", "b"], {"scatter": [0] * 99}), "Verdict(fail: a and 1 more)"),
