@@ -144,10 +144,13 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if config is None:
         return lines
     parsed = parse_config(config)
-    if unknown := family.unknown(parsed):
+    unknown = family.unknown(parsed)
+    unread, doubts = mapping.unread_keys(family, parsed, unknown)
+    lines += unread.values()
+    if doubts:
         raise MappingError.of(
             f"{config}: has keys that {file.name} does not mention:",
-            [f"{key}: {value!r}" for key, value in unknown.items()],
+            [f"{key}: {unknown[key]!r} ({why})" for key, why in doubts.items()],
             "Let a dim read a key that changes the result, or list its value under `expect`; list"
             " a key that changes nothing under `inert`. `mckpt mappings new HF_DIR` shows how other"
             " families read the key.",

@@ -157,7 +157,8 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
     target = replace(target, parallel=parallel, run_config=run)
     refuse_sizes(dialect, moved.dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
-    inexact, bridged = _inexact(source, dialect, moved.dims, chosen["transformer_impl"], target)
+    impl = chosen["transformer_impl"]
+    inexact, bridged, unread = _inexact(source, dialect, moved.dims, impl, target)
     names = Names(dialect, moved.dims, chosen, parallel)
     kept = optimizer.keeps(moved, target)
     optimizer.refuse_others(moved, destination.format, target)
@@ -179,7 +180,7 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
         kept,
         dialect.has_args and not bridged,
         inexact,
-        [*vocabulary.notes, *bridged],
+        [*vocabulary.notes, *unread, *bridged],
     )
 
 
@@ -470,12 +471,13 @@ def _choices(
 
 def _inexact(
     source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: TargetOptions
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, str], list[str], list[str]]:
     """Returns the features that Megatron computes differently and that the user accepts: name ->
     reason. The trainer of the target decides: with a run_config.yaml it is Megatron-Bridge.
 
     The second result is a note if Megatron-LM's own trainer does not compute the model, and
-    Megatron-Bridge does; else it is empty.
+    Megatron-Bridge does; else it is empty. The third has notes on the keys of config.json that no
+    family mentions and that transformers never reads.
 
     Raises MappingError with all features that the user does not accept, and for a model that
     Megatron could not load.
@@ -500,21 +502,25 @@ def _inexact(
         bridge = target.run_config or (carried and formats.get(target.format).global_keys)
         accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
         inexact = refuse_inexact(accepted if bridge else stock, target, "Megatron")
-        return {**source.files.inexact, **inexact}, _bridged(dialect, stock, inexact)
+        return {**source.files.inexact, **inexact}, _bridged(dialect, stock, inexact), []
     if source.is_megatron:
-        return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}, []
+        return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}, [], []
     family = source.mapping
+    config = read_config(source.path)
+    values = family.unknown(config)
+    if source.opened.quantised:
+        values.pop(QUANTISED, None)
+    unread, doubts = mapping.unread_keys(family, config, values)
     unknown = {
-        key: f"{key} is {value!r} in config.json, and {family.path.name} does"
-        " not mention it: it may matter or not"
-        for key, value in family.unknown(read_config(source.path)).items()
-        if key != QUANTISED or not source.opened.quantised
+        key: f"{key} is {values[key]!r} in config.json, and {family.path.name} does"
+        f" not mention it: it may matter or not ({why})"
+        for key, why in doubts.items()
     }
     accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
     trainer = "Megatron" if file is dialect else "Megatron-Bridge"
     lost = accepted | file.inexact(dims, program)
     inexact = refuse_inexact(lost, target, trainer, unknown)
-    return inexact, _bridged(dialect, stock, inexact)
+    return inexact, _bridged(dialect, stock, inexact), list(unread.values())
 
 
 def _bridged(

@@ -5,7 +5,7 @@ from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import equal, is_part, lookup, major_minor, typed
 from mckpt.mapping.heads import is_of_head, with_head
-from mckpt.mapping.inert import args_known_by_word, is_neutral, unknown_args
+from mckpt.mapping.inert import args_known_by_word, is_neutral, unknown_args, unread_keys
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
     KINDS,
@@ -56,6 +56,7 @@ __all__ = [
     "to_keep",
     "typed",
     "unknown_args",
+    "unread_keys",
     "with_head",
     "with_stacked_experts",
     "without_mtp",

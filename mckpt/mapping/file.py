@@ -586,18 +586,23 @@ class MappingFile(Struct, frozen=True):
                 out[name] = f"{name} is {scope[name]!r}{which}: {entry.why}"
         return out
 
+    def known_keys(self) -> set[str]:
+        """Returns the keys of a config that a dim reads, that are written, or that are listed
+        under `expect` or as inert.
+        """
+        return {k for d in self.dims.values() for k in d.keys} | {
+            *self.also,
+            *self.expect,
+            *self.inert,
+        }
+
     def unknown(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys of a config, including keys inside an object, that no dim reads and that
         are not listed under `expect` or as inert, and their values.
 
         Keys without a value are left out.
         """
-        read = (
-            {k for d in self.dims.values() for k in d.keys}
-            | set(self.also)
-            | self.expect.keys()
-            | self.inert
-        )
+        read = self.known_keys()
         config = part(config, self.inside)
         objects = {k.split(".")[0] for k in read if "." in k}
         inner = {

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mckpt.mapping.file import CONFIG_KEY, MappingFile
-from mckpt.mapping.forms import equal
+from mckpt.mapping.forms import equal, part
 from mckpt.mapping.nodes import FOLDER, parse
 
 # The args of ms-swift 4 have the first, and do not describe the model, which it builds from
 # config.json. The others change it.
 _SWIFT, _SWIFT_CHANGES = "swift_version", ("rope_scaling", "megatron_extra_kwargs")
+KEY = re.compile("[a-z][a-z0-9_]*")  # a key that mappings/read_keys.yaml can judge
 _MODEL = "model"  # the group of mappings/inert_args.yaml whose words belong to parts of a model
 
 
@@ -23,6 +25,63 @@ def inert_keys() -> frozenset[str]:
     """Returns the keys of config.json that are inert in every family (mappings/inert_keys.yaml)."""
     groups = parse(FOLDER / "inert_keys.yaml")[0].values()
     return frozenset(key for group in groups for key in group["names"].split())
+
+
+def unread_keys(
+    family: MappingFile, config: Mapping[str, Any], keys: Iterable[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the keys of a config.json that its class of transformers never reads, each with a
+    note for the user, and the other keys, each with the reason why it may matter.
+
+    keys: such as `MappingFile.unknown` returns.
+    """
+    if not (keys := list(keys)):
+        return {}, {}  # without reading the table
+    from difflib import get_close_matches
+
+    table = parse(FOLDER / "read_keys.yaml")[0]
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, (list, tuple)) and named else "a class without a name"
+    read, why = _names_read(table, name, config, part(config, family.inside))
+    if why:
+        return {}, dict.fromkeys(keys, why)
+    patterns = [pattern for pattern in read if "*" in pattern]
+    known = {key.rpartition(".")[2] for key in family.known_keys()}
+    notes = {
+        key: f"{key} in config.json changes nothing: transformers' {name} never reads it"
+        + "".join(f"; nearest: {one}" for one in get_close_matches(key, known, 1, 0.8))
+        for key in keys
+        if KEY.fullmatch(key)
+        and key not in read
+        and not any(fnmatchcase(key, pattern) for pattern in patterns)
+    }
+    return notes, {k: f"transformers' {name} may read it" for k in keys if k not in notes}
+
+
+def _names_read(
+    table: Mapping[str, Any], name: str, *parts: Mapping[str, Any]
+) -> tuple[set[str], str]:
+    """Returns the names and patterns that a class of transformers may read from the parts of a
+    config.json, the whole first; or why mckpt cannot tell.
+    """
+    if any("auto_map" in one for one in parts):
+        return set(), "the code that `auto_map` names may read it"
+    of_type = {kind: m for m in table["models"].values() for kind in m["types"].split()}
+    types = [str(one.get("model_type")) for one in parts]
+    models = [of_type[kind] for kind in types if kind in of_type]
+    if len(models) < len(types) or name not in models[0]["classes"].split():
+        return set(), f"mckpt does not know the keys that {name} reads"
+    newest = table["transformers"]
+    for written in filter(None, (one.get("transformers_version") for one in parts)):
+        if not (numbers := _numbers(str(written))) or numbers > _numbers(newest):
+            return set(), f"mckpt knows the keys that transformers {newest} reads, not {written}"
+    return set(table["shared"].split()).union(*(m["names"].split() for m in models)), ""
+
+
+def _numbers(version: str) -> list[int]:
+    """Returns the numbers at the start of a version."""
+    found = re.match(r"\d{1,9}(\.\d{1,9})*", version)
+    return [int(number) for number in found[0].split(".")] if found else []
 
 
 def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,19 @@ of the version that saved it, so its dims must be those of the published file.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mckpt import mapping
 from mckpt.errors import MappingError
 from mckpt.formats.hf_config import QUANTISED, parse_config
+from mckpt.mapping.nodes import FOLDER, parse
+from tests.helpers import made_models, tiny
+from tests.helpers.lazy import torch
 from tests.helpers.tiny import FIXTURES
 
 PATHS = {
@@ -93,6 +98,56 @@ def test_a_key_that_the_class_never_reads_is_inert(key: str) -> None:
     assert key not in Path(modeling_qwen3.__file__).read_text()
     config = json.loads((FIXTURES / "configs" / "qwen3-32b.json").read_text())
     assert not mapping.load("hf", "qwen3").unknown(config | {key: "a value"})
+
+
+# fixtures of fixtures/tiny, and of fixtures/families
+UNREAD = [
+    "deepseek-v3",
+    "llama",
+    "mixtral",
+    "qwen3-moe",
+    "gemma",
+    "granite",
+    "gpt_neox",
+    "qwen3_next",
+]
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_keys_of_other_classes_change_no_logit(case: str, tmp_path: Path) -> None:
+    """The class gets every key that mckpt calls inert for it, of all that other classes read, and
+    values that would change their models. It asks its config for no name that the table lacks.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+    config = tiny.config(case) if case in tiny.CASES else made_models.config(case)
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    models = parse(FOLDER / "read_keys.yaml")[0]["models"].values()
+    keys = {key for model in models for key in model["names"].split()} - config.keys()
+    unread, _ = mapping.unread_keys(family, config, keys)
+    assert len(unread) > 400
+    draws = random.Random(0)
+    values = [0.3, 7.5, 1, 3, True, "gelu", {}]
+    changed = {key: draws.choice(values) for key in (*sorted(unread), "my_run_id")}
+    found, asked, further = [], set[str](), set[str]()
+    ask = PretrainedConfig.__getattribute__
+    tokens = np.random.RandomState(1).randint(0, config["vocab_size"], (2, 24))
+    for number, keys_of_others in enumerate(({}, changed)):
+        (tmp_path / str(number)).mkdir()
+        tiny.write_json(tmp_path / str(number) / "config.json", config | keys_of_others)
+        made = AutoConfig.from_pretrained(tmp_path / str(number), attn_implementation="eager")
+        assert all(getattr(made, key) == value for key, value in keys_of_others.items())
+        with pytest.MonkeyPatch.context() as patch:
+            if not number:  # without the keys, because some checks read all that a config has
+                further = made.to_dict().keys() - type(made)().to_dict().keys()
+                traced = lambda self, name: asked.add(name) or ask(self, name)  # noqa: E731
+                patch.setattr(PretrainedConfig, "__getattribute__", traced)
+            torch.manual_seed(2)
+            model = AutoModelForCausalLM.from_config(made).eval()
+            found.append(tiny.logits(model, tokens))
+    assert (found[0] == found[1]).all() and found[0].std() > 0
+    notes, _ = mapping.unread_keys(family, config, asked)
+    assert notes.keys() <= further, "the table misses a name"
 
 
 def test_a_layer_of_gemma4_with_another_key_is_refused() -> None:

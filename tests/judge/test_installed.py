@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from functools import partial
+from importlib.metadata import version as find_version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.mapping import MappingFile
 from mckpt.mapping.inert import inert_keys, is_listed, known_args
 from mckpt.mapping.nodes import FOLDER, parse
+from tests import read_keys
 from tests.helpers import placement
 from tests.helpers.commands import run
 from tests.helpers.lazy import torch
@@ -130,6 +132,13 @@ def test_no_family_lists_a_key_that_is_inert_in_all() -> None:
     for name in mapping.names("hf"):
         own = parse(FOLDER / "hf" / f"{name}.yaml")[0].get("inert") or ()
         assert not inert_keys().intersection(key for keys in own for key in keys)
+
+
+def test_the_table_of_read_keys_is_that_of_its_transformers() -> None:
+    """`python -m tests.read_keys` writes it again."""
+    if find_version("transformers") != parse(read_keys.TABLE)[0]["transformers"]:
+        pytest.skip("the table is of another version of transformers")
+    assert read_keys.TABLE.read_text() == read_keys.table(), "run: python -m tests.read_keys"
 
 
 def classes_of_transformers() -> dict[str, str]:

@@ -271,7 +271,7 @@ CONFIGS = {
     ),
     "tied of a string": (config(tie_word_embeddings="yes"), 4, ("'yes'", "bool")),
     "quantised": (config(quantization_config={"quant_method": "awq"}), 4, ("quantization_config",)),
-    "unknown key": (config(frobnicate=3), 4, ("frobnicate", "--allow-inexact frobnicate")),
+    "unknown key": (config(num_experts=3), 4, ("num_experts", "--allow-inexact num_experts")),
 }
 
 

@@ -358,13 +358,104 @@ def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
 
 def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
     source = tiny.tiny_random("llama", tmp_path / "hf")
-    tiny.write_json(source / "config.json", llama(final_logit_softcapping=30.0))
+    tiny.write_json(source / "config.json", llama(partial_rotary_factor=0.5))
     with pytest.raises(
         MappingError,
-        match=r"does not mention:(?s:.*)softcapping is 30\.0 in config\.json(?s:.*)under `expect`",
+        match=r"does not mention:(?s:.*)factor is 0\.5 in config\.json(?s:.*)under `expect`",
     ):
         mckpt.plan(source, tmp_path / "out")
-    mckpt.plan(source, tmp_path / "out", allow_inexact=["final_logit_softcapping"])
+    mckpt.plan(source, tmp_path / "out", allow_inexact=["partial_rotary_factor"])
+
+
+def test_a_plan_lists_a_key_that_transformers_never_reads(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf", my_run_id="a7", rope_thetaa=3.0)
+    plan = mckpt.plan(source, tmp_path / "out")
+    never = "in config.json changes nothing: transformers' LlamaForCausalLM never reads it"
+    for note in (f"my_run_id {never}", f"rope_thetaa {never}; nearest: rope_theta"):
+        assert note in plan.facts["notes"]
+    assert plan.facts["inexact"] == {}
+
+
+# name -> case, keys of config.json, and "" or the words that refuse my_key
+MAY_READ = {
+    "a key of the user": ("llama", {}, ""),
+    "an older transformers": ("llama", {"transformers_version": "4.30.2"}, ""),
+    "no version": ("llama", {"transformers_version": None}, ""),
+    "a newer transformers": ("llama", {"transformers_version": "999.0.0"}, "reads, not 999.0.0"),
+    "a long number": ("llama", {"transformers_version": "9" * 5000}, "reads, not 999"),
+    "no architecture": ("llama", {"architectures": 5}, "a class without a name reads"),
+    "no number": ("llama", {"transformers_version": "main"}, "reads, not main"),
+    "code beside the weights": ("llama", {"auto_map": {"AutoConfig": "a.B"}}, "`auto_map` names"),
+    "a class without source": (
+        "sarvam_mla",
+        {},
+        "not know the keys that SarvamMLA",
+    ),
+    "a type of another class": ("llama", {"model_type": "mistral"}, "not know the keys that Llama"),
+    "no type": ("llama", {"model_type": None}, "does not know the keys that LlamaForCausalLM"),
+    "a type that is a list": ("llama", {"model_type": ["llama"]}, "not know the keys that Llama"),
+    "a text model": ("mistral3", {}, ""),
+    "code in the text model": ("mistral3", {"text_config.auto_map": {}}, "`auto_map` names"),
+    "a text model that no family has": ("mistral3", {"text_config.model_type": "opt"}, "not know"),
+}
+
+
+@pytest.mark.parametrize("name", MAY_READ)
+def test_a_key_is_inert_only_if_the_class_is_known(name: str) -> None:
+    case, changes, words = MAY_READ[name]
+    config = tiny.config(case) if case in tiny.CASES else made_models.config(case)
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    for path, value in changes.items():
+        *outer, key = path.split(".")
+        (config[outer[0]] if outer else config)[key] = value
+    made_models.text(config)["my_key"] = 7
+    notes, doubts = mapping.unread_keys(family, config, ["my_key"])
+    assert (list(notes), list(doubts)) == ([], ["my_key"]) if words else (["my_key"], [])
+    assert words in "".join(doubts.values())
+
+
+# keys that change the logits of the first class, and that the second never reads
+HYPERPARAMETERS = [
+    ("granite", "attention_multiplier", "llama"),
+    ("granite", "residual_multiplier", "llama"),
+    ("granite", "embedding_multiplier", "llama"),
+    ("granite", "logits_scaling", "llama"),
+    ("gemma2", "query_pre_attn_scalar", "llama"),
+    ("gemma2", "final_logit_softcapping", "qwen3"),
+    ("deepseek_v3", "routed_scaling_factor", "mixtral"),
+    ("deepseek_v3", "n_group", "mistral"),
+    ("falcon_h1", "lm_head_multiplier", "llama"),
+    ("olmoe", "clip_qkv", "mixtral"),
+    ("mimo_v2_flash", "attention_value_scale", "qwen3"),
+    ("gpt_neox", "use_parallel_residual", "llama"),
+    # names that a quarter of the classes or the modules of all have are refused everywhere
+    ("llama", "rope_theta", ""),
+    ("qwen3", "rope_parameters", ""),
+    ("qwen3", "partial_rotary_factor", ""),
+    ("mistral", "sliding_window", ""),
+    ("llama", "attn_implementation", ""),
+    ("llama", "quantization_config", ""),
+    ("llama", "tie_word_embeddings", ""),
+    ("llama", "per_layer_config", ""),
+    # names that are computed
+    ("llama", "decoder_start", ""),
+    ("llama", "my_token_id", ""),
+    # and names of methods, of private attributes, and inside an object
+    ("llama", "to_dict", ""),
+    ("llama", "_my_key", ""),
+    ("llama", "__class__", ""),
+    ("llama", "rope_parameters.my_key", ""),
+]
+
+
+@pytest.mark.parametrize(("reads", "key", "other"), HYPERPARAMETERS)
+def test_a_key_that_the_class_reads_stays_refused(reads: str, key: str, other: str) -> None:
+    for name, is_read in ((reads, True), (other, False)):
+        if name:
+            family = mapping.load("hf", name)
+            config = {"architectures": family.architectures, "model_type": name, key: 7}
+            notes, doubts = mapping.unread_keys(family, config, [key])
+            assert (key in doubts, key in notes) == (is_read, not is_read), name
 
 
 @pytest.mark.parametrize(
