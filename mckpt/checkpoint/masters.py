@@ -62,7 +62,7 @@ def read(opened: OpenedMegatron, names: Names, weights: Layout | None = None) ->
     def held() -> Layout:
         return opened.layout(names) if weights is None else weights
 
-    kinds.refuse_lost(found, names, stated, held, opened.root)
+    kinds.refuse_lost(found, names, stated, held, opened.root, opened.common.fields)
     return found
 
 

@@ -4,6 +4,7 @@ each state belongs to the weight whose name it has.
 
 from __future__ import annotations
 
+import itertools
 import os
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from mckpt.formats.megatron.optimizer import (
     LOW_BITS,
     MASTER,
     Scaler,
+    has_moments,
     is_state,
     regrouped,
     rescaled,
@@ -208,6 +210,25 @@ def refuse_frozen(source: Checkpoint, format: Format) -> None:
         without,
         f"{cure} --no-optimizer to convert the weights alone",
     )
+
+
+def refuse_new(source: Checkpoint, format: Format) -> None:
+    """Raises UsageError for an optimizer that has made no step, unless Megatron loads it from the
+    target: it has no moments, which Megatron requires of torch_dist and of a distributed optimizer.
+
+    source: a checkpoint with its optimizer. format: of the target.
+    """
+    assert source.optimizer is not None
+    groups = itertools.chain(*source.optimizer.groups)
+    if source.optimizer.states != [MASTER] or not any(map(has_moments, groups)):
+        return
+    if source.optimizer.distributed or not format.fixed_sizes:
+        cure = "" if source.optimizer.distributed else "--target-format torch to keep it, or "
+        raise UsageError(
+            f"{source.path}: its optimizer has made no step, so it has master copies and no"
+            f" moments, and Megatron does not load such a state from {format}; give {cure}"
+            "--no-optimizer: Megatron then makes the same master copies from the weights"
+        )
 
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:

@@ -164,6 +164,7 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
     optimizer.refuse_others(moved, destination.format, target)
     if kept:
         moved = moved.with_optimizer()
+        optimizer.refuse_new(moved, destination.format)
         optimizer.refuse_frozen(moved, destination.format)
     dtypes, dtype = dtypes_of_target(moved, target)
     return Decided(

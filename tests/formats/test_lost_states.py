@@ -91,6 +91,7 @@ LOST: list[tuple[str, Lose, str]] = [
     ("plain", keys_with(STATE + SECOND, PROJ), "exp_avg_sq of layers.0.attn.o.weight and 1 more"),
     ("plain", keys_with(STATE + "fp32_param", PROJ), "master copy of layers.0.attn.o.weight and"),
     ("plain", keys_with(STATE + "fp32_param"), "master copy of embed.weight is missing"),
+    ("plain", keys_with(STATE + "exp_avg"), "exp_avg of embed.weight is missing"),
     ("muon", keys_with("momentum_buffer", PROJ), "momentum_buffer of layers.0.attn.o.weight"),
     ("muon", keys_with(STATE + SECOND, "final_layernorm"), "exp_avg_sq of final_norm.weight is"),
     ("muon", keys_with("fp32_param", PROJ), "master copy of layers.0.attn.o.weight"),

@@ -19,7 +19,8 @@ if not find_spec("megatron.core"):
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers import made_models
-from tests.helpers.commands import good
+from tests.helpers.commands import good, refused
+from tests.helpers.commands import mckpt as run_mckpt
 from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
@@ -337,3 +338,38 @@ def test_there_and_back_is_bitwise(
             assert ("momentum_buffer" in states) == ("muon" in run.form)
             number = sum("@" in name for name in first.with_optimizer())
             assert not difference and difference.same == len(first) + number
+
+
+def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
+    """The gradient of its first iteration overflows in fp16. Megatron loads no such state from
+    torch_dist, and saves none of a distributed optimizer in the other forms.
+    """
+    start, every = tmp_path / "start", []
+    saved = {"kind": "save", "args": DENSE | QWEN3, "format": "torch_dist"}
+    judge([saved | {"name": "start", "destination": str(start)}], 2, tmp_path / "starting")
+    job = JOB | {"world": 2, "tp": 2, "steps": 1, "dtype": "float16", "checkpoint": str(start)}
+    job |= {"args": FP16["args"] | {"initial_loss_scale": 2.0**24}}
+    for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
+        every.append(job | FORMS[form] | {"name": form, "save": str(tmp_path / form)})
+    for result in judge(every, 2, tmp_path / "saving").values():
+        assert not explain(result) and "grad_norm" not in result["steps"][0]
+    sizes = ("--target-tp", 2, "--keep-padding")
+    for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
+        said = run_mckpt("check", tmp_path / form)
+        assert said.code < 3 and "damaged" not in said.out, said.out
+        optimizer = Checkpoint.open(tmp_path / form).optimizer
+        assert optimizer is not None and optimizer.states == ["master"]
+        args = ("reshard", tmp_path / form, tmp_path / "out", *sizes)
+        refused(2, "has made no step", args=(*args, "--target-format", "torch_dist"))
+    for name in ("from_dist", "from_torch"):
+        source = tmp_path / {"from_dist": "not_distributed"}.get(name, "not_distributed_torch")
+        good("reshard", source, tmp_path / name, *sizes, "--target-format", "torch")
+        assert not mckpt.diff(source, tmp_path / name)
+    on = job | {"resume": True, "steps": 12, "distributed_optimizer": False}
+    names = ["not_distributed_torch", "from_dist", "from_torch"]
+    cases = [on | {"name": name, "checkpoint": str(tmp_path / name)} for name in names]
+    results = judge(cases, 2, tmp_path / "going on")
+    steps = results[names[0]]["steps"]
+    assert any("grad_norm" in step for step in steps)  # the scale has become small enough
+    first, *others = (curve(results, name, "loss") for name in names)
+    assert all(one == first for one in others)

@@ -108,7 +108,9 @@ class FsdpDtensor(TorchDcp):
         grouped = self._grouped
         if not found:
             kinds.refuse_empty(
-                {"param_groups": [{} for _ in grouped]}, f"{self.root}: has no state of any weight"
+                {"param_groups": [{} for _ in grouped]},
+                f"{self.root}: has no state of any weight",
+                self.common.fields,
             )
             return None
         problems = self._problems_of_optimizer()

@@ -154,7 +154,9 @@ class TorchDcp:
         groups = self._slots()
         if not groups:
             kinds.refuse_empty(
-                {"param_groups": self._groups}, f"{self.root}: has no state of any weight"
+                {"param_groups": self._groups},
+                f"{self.root}: has no state of any weight",
+                self.common.fields,
             )
             return None
         problems = self._problems_of_optimizer()

@@ -278,9 +278,10 @@ class TorchDist:
                 extents |= flat.buffers(value, data, file, chain, number)
         if not extents:
             missing = f"{self.root}: has no state of any weight"
-            kinds.refuse_empty(self.common.fields.get("optimizer"), missing)
+            kinds.refuse_empty(self.common.fields.get("optimizer"), missing, self.common.fields)
             for key in (k for k, (_, _, what) in objects.items() if what == "optimizer"):
-                kinds.refuse_empty(self.directory.object(key)[0][0], missing)
+                one = self.directory.object(key)[0][0]
+                kinds.refuse_empty(one, missing, self.common.fields)
             return None
         local = replace(names, choices={**names.choices, "keys": "local"})
         # other choices than the checkpoint's may name a key that it does not have

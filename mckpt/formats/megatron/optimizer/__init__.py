@@ -26,6 +26,7 @@ from mckpt.formats.megatron.optimizer.state import (
     common_of,
     decays,
     groups_of,
+    has_moments,
     holds_state,
     is_matrix,
     is_muon,

@@ -1,8 +1,9 @@
 """The optimizers that mckpt knows, and the states that each of them keeps.
 
-A weight that has one state has all states of its optimizer. A frozen weight has none. Anything else
-is damage: a save, a copy or an index lost a part. The formats read the states that are there, and
-`refuse_lost` compares them with this rule.
+A weight that has one state has all states of its optimizer. A frozen weight has none. Before its
+first step, an optimizer has master copies alone. Anything else is damage: a save, a copy or an
+index lost a part. The formats read the states that are there, and `refuse_lost` compares them with
+this rule.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mckpt.formats.megatron.optimizer.state import (
     Groups,
     Optimizer,
     chained,
+    has_moments,
     is_muon,
     links,
 )
@@ -47,24 +49,27 @@ def refuse_others(named: Iterable[Any], where: object) -> None:
             )
 
 
-def refuse_empty(plain: Any, missing: str) -> None:
-    """Raises SourceError for param_groups without any state.
+def has_stepped(groups: Iterable[Mapping[str, Any]], common: Mapping[str, Any]) -> bool:
+    """Returns whether an optimizer has made a step, by its param_groups and by the schedule in the
+    common state. An iteration whose gradient in fp16 overflows makes none, so the number of the
+    iteration does not show it. Without a schedule the optimizer is taken to have stepped.
+    """
+    schedule = common.get("opt_param_scheduler")
+    made = schedule.get("num_steps") if isinstance(schedule, dict) else None
+    return made != 0 or any(group.get("step") for group in groups)
+
+
+def refuse_empty(plain: Any, missing: str, common: Mapping[str, Any]) -> None:
+    """Raises SourceError for param_groups without any state, if the optimizer has made a step.
 
     plain: an `optimizer` of a common state, or anything else. missing: the sentence that says what
-    is missing, and where.
+    is missing, and where. common: the common state.
     """
     inner = [one.get("optimizer", one) for one in chained(plain) if isinstance(one, dict)]
     found = [one.get("param_groups") for one in inner if isinstance(one, dict)]
-    groups = [group for own in found if isinstance(own, list) for group in own]
-    if any(isinstance(group, dict) and _has_states(group) for group in groups):
+    groups = [g for own in found if isinstance(own, list) for g in own if isinstance(g, dict)]
+    if any(map(has_moments, groups)) and has_stepped(groups, common):
         raise SourceError(f"{missing}, although its optimizer has groups of parameters. {CURE}")
-
-
-def _has_states(group: Mapping[str, Any]) -> bool:
-    """Returns whether the parameters of a group have states: those of SGD have none without
-    momentum.
-    """
-    return bool(group.get("momentum", True))
 
 
 def refuse_lost(
@@ -73,12 +78,13 @@ def refuse_lost(
     stated: Mapping[str, str],
     weights: Callable[[], Layout],
     where: object,
+    common: Mapping[str, Any],
 ) -> None:
     """Raises SourceError with every weight that has some states of its optimizer and lacks others,
     and UsageError for a state that its optimizer does not keep.
 
     stated: where the checkpoint names its optimizer, and the name. weights: returns the places of
-    the weights; they are needed only if some have no master copy.
+    the weights; they are needed only if some have no master copy. common: the common state.
     """
     experts = 1 + max((int(s.expert.max()) for s in found.layout.stored if len(s)), default=0)
     held: dict[str, Places] = {}
@@ -86,20 +92,22 @@ def refuse_lost(
         weight, _, state = name.partition("@")
         held.setdefault(weight, {})[state] = places
     kind_of = _kinds(found.groups, names, stated, held)
-    momentum = any(map(_has_states, (group for own in found.groups for group in own)))
+    momentum = any(map(has_moments, (group for own in found.groups for group in own)))
     momentum |= any(KINDS["sgd"][0] in own for own in held.values())
+    every = (group for own in found.groups for group in own)
+    new = all(own.keys() <= {MASTER} for own in held.values()) and not has_stepped(every, common)
     problems = Problems(f"the optimizer's state of {where} is incomplete:", CURE)
     bare: Places = {}  # the weights without a master copy
     for weight, own in held.items():
         kind = kind_of(weight)
-        wanted = KINDS[kind] if kind != "sgd" or momentum else ()
+        wanted = () if new or (kind == "sgd" and not momentum) else KINDS[kind]
         if others := own.keys() - {MASTER, *wanted}:
             _refuse_unknown(weight, sorted(others), kind, stated, where)
-        every = np.unique(np.concatenate([*own.values()]))
+        places = np.unique(np.concatenate([*own.values()]))
         for state in wanted:
-            lost = np.setdiff1d(every, own.get(state, []))
+            lost = np.setdiff1d(places, own.get(state, []))
             _report(weight, state, lost, experts, problems)
-        bare[weight] = np.setdiff1d(every, own.get(MASTER, []))
+        bare[weight] = np.setdiff1d(places, own.get(MASTER, []))
     if any(map(len, bare.values())):
         strict = found.distributed and not (found.live or is_muon(found.groups))
         need = bare if strict else _rounded(weights(), bare, experts)

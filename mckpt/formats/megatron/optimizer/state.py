@@ -329,6 +329,13 @@ def decays(group: Mapping[str, Any]) -> bool:
     return bool(group.get("wd_mult", group.get("weight_decay")))
 
 
+def has_moments(group: Mapping[str, Any]) -> bool:
+    """Returns whether the parameters of a group have states beside their master copies once the
+    optimizer has made a step: those of SGD have none without momentum.
+    """
+    return bool(group.get("momentum", True))
+
+
 def is_undecayed(key: str, num_axes: int) -> bool:
     """Returns whether Megatron applies no weight decay to a parameter, which is then in another
     param_group than the others: to a bias, and to a parameter with one axis.

@@ -109,6 +109,18 @@ class _Group(NamedTuple):
     # master copies of those parameters that are not fp32; None: FP32Optimizer, which has none
     masters: list[Any] | None
 
+    def following(self, p: Parameter) -> tuple[int, ...] | None:
+        """Returns the shape of the next parameter of the group, which may be `p`; None at the end
+        of the group. A parameter in fp32 of an optimizer that has made no step has no tensor.
+        """
+        if not self.states:
+            return None
+        if self.states[0]:
+            return shape_of(self.states[0])
+        if p.entry.dtype == "float32" or not self.masters:
+            return p.entry.shape
+        return shape_of({MASTER: self.masters[0]})
+
 
 class StateBuffer(NamedTuple):
     """The buffer of one state of one parameter."""
@@ -128,15 +140,17 @@ def read(source: Source, args: Mapping[str, Any]) -> Optimizer | None:
     places = directories(parallel, source.grid)
     flat = any(source.open(place, FILE) is not None for place in places)
     first = source.open(places[0], MODEL)
-    plain = first.value.get("optimizer") if first is not None else None
+    common = first.value if first is not None else {}
+    plain = common.get("optimizer")
     if not flat and not _has_states(plain):
         missing = (
             f"{FILE if not args.get(BY_LAYERS) else LAYER_WISE} is missing in every rank"
             if args.get("use_distributed_optimizer") or args.get(BY_LAYERS)
             else "has no state of any weight"
         )
-        kinds.refuse_empty(plain, f"{source.where}: {missing}")
-        return None
+        kinds.refuse_empty(plain, f"{source.where}: {missing}", common)
+        if not _has_masters(plain):
+            return None
     problems = Problems(
         f"the optimizer's state of {source.where} does not match its weights:", CURE
     )
@@ -185,6 +199,11 @@ def _has_states(plain: Any) -> bool:
     chained = plain if isinstance(plain, list) else [plain]
     inner = [one.get("optimizer", one) for one in chained if isinstance(one, dict)]
     return any(isinstance(one, dict) and one.get("state") for one in inner)
+
+
+def _has_masters(plain: Any) -> bool:
+    chained = plain if isinstance(plain, list) else [plain]
+    return any(isinstance(one, dict) and one.get("fp32_from_fp16_params") for one in chained)
 
 
 def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
@@ -319,12 +338,13 @@ def _listed(
     for one, chunks in _optimizers(contents.path, listed, parameters, chain):
         try:
             inner = one.get("optimizer", one)
-            listed = inner["param_groups"]
+            listed, states = inner["param_groups"], inner["state"]
             masters = one.get("fp32_from_fp16_params", [None] * len(listed))
             groups = [
                 _Group(
                     decays(group),
-                    [dict(inner["state"][number]) for number in group["params"]],
+                    # an optimizer that has made no step has no state at all
+                    [dict(states[number] if states else {}) for number in group["params"]],
                     None if own is None else list(own),
                 )
                 for group, own in zip(listed, masters, strict=True)
@@ -341,7 +361,7 @@ def _grouped(
     """Yields the states of groups, each of which has some of the parameters in their order."""
     decaying = [one.decays for one in groups]
     for p in parameters:
-        following = [shape_of(one.states[0]) if one.states else None for one in groups]
+        following = [one.following(p) for one in groups]
         number = next_group(p.key, p.entry.shape, following, decaying)
         if number is None:
             problems.missing(

@@ -171,7 +171,8 @@ def contents(request: MegatronRequest, p: int) -> tuple[Any, dict[tuple[int, str
             inner["state"] = {}
             for group, states in zip(inner["param_groups"], members, strict=True):
                 group["params"] = [next(numbers) for _ in states]
-                inner["state"] |= dict(zip(group["params"], states, strict=True))
+                pairs = zip(group["params"], states, strict=True)
+                inner["state"] |= {number: one for number, one in pairs if one}
             if wrapped:
                 one["fp32_from_fp16_params"] = masters
         if request.scalers:
