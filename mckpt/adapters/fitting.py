@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from mckpt.adapters.peft import PeftAdapter, rules, without_inside
@@ -12,7 +13,7 @@ from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.geometry.box import Box
 from mckpt.geometry.packing import Packed
-from mckpt.mapping import Bound
+from mckpt.mapping import Bound, in_memory
 from mckpt.mapping.schema import nearest
 from mckpt.values import dtypes
 from mckpt.values.adding import COLUMN_WISE, FACTORS, NO_AXIS, ROW_WISE, Factor, Segment
@@ -80,17 +81,33 @@ class _Stored(NamedTuple):
     number: int
 
 
+def _by_key(names: Names) -> dict[str, list[_Stored]]:
+    """Returns the tensors with each key: several if the key does not name the expert."""
+    found: dict[str, list[_Stored]] = {}
+    for b in names.bound:
+        for number, key in enumerate(b.keys() if not b.rule.alias else ()):
+            found.setdefault(key, []).append(_Stored(b, number))
+    return found
+
+
+def _in_memory(names: Names) -> Iterator[Names]:
+    """Yields the names that transformers has in memory in place of those of files."""
+    family = in_memory(names.mapping)
+    for form in family.forms or ("",):
+        yield replace(names, mapping=family, choices={**names.choices, "form": form})
+
+
 class _Fitting:
     """The tensors of an adapter that are matched so far, and what does not fit."""
 
     def __init__(self, adapter: PeftAdapter, names: Names) -> None:
         self.adapter, self.names, self.scope = adapter, names, names.scope()
-        self.base: dict[str, list[_Stored]] = {}
-        for b in names.bound:
-            if b.rule.alias:
-                continue
-            for number, key in enumerate(b.keys()):
-                self.base.setdefault(key, []).append(_Stored(b, number))
+        # the names of the base's files come last, since they win
+        self.base = {
+            key: tensors
+            for one in (*_in_memory(names), names)
+            for key, tensors in _by_key(one).items()
+        }
         self.problems: list[str] = []
         self.ranks: list[str] = []  # modules whose factors have another rank than stated
         self.parts: dict[Place, list[Part]] = {}
@@ -170,7 +187,9 @@ class _Fitting:
             vector = self._magnitudes(rows["magnitude"], key, shape, axis) if dora else None
             self._adapt(module, [key], rank, [(left, right)], axis, vector)
             return
-        for name, keys, shape, experts in self._parameters(module):
+        for name in self._parameters(stored, module):
+            keys = [f"{module}.{name}"]
+            shape, experts = self._packed(keys[0]).shape, len(self.base[keys[0]])
             if dora:
                 raise _Misfit(
                     f"{first}: has DoRA for a parameter of all experts, which PEFT does not have"
@@ -267,22 +286,20 @@ class _Fitting:
         """Returns the whole matrix with this key, without its axis of experts."""
         return packed(self.base[key][0].bound.rule, self.scope)
 
-    def _parameters(self, module: str) -> Iterator[tuple[str, list[str], tuple[int, int], int]]:
-        """Yields the parameters of all experts that a module may have: the name, the keys of the
-        base's weights, the shape of one expert's matrix, and the number of experts.
+    def _parameters(self, stored: str, module: str) -> list[str]:
+        """Returns the parameters of all experts that a module has, the likeliest first.
 
-        The keys have `{expert}` if the base has a tensor for each expert.
+        stored: the module with the parts `inside`. PEFT wraps those that the configuration lists,
+        one after the other, so the first one has the most of these parts.
         """
-        for name, ends in rules()["peft"]["parameters"].items():
-            key = f"{module}.{name}"
-            if key in self.base and len(shape := self._packed(key).shape) == 2:
-                yield name, [key], (shape[0], shape[1]), len(self.base[key])
-            keys = [f"{module}.{end}" for end in ends]
-            first = [key.replace("{expert}", "0") for key in keys]
-            if all(key in self.base for key in first):
-                shapes = [self._packed(key).shape for key in first]
-                rows = sum(shape[0] for shape in shapes)
-                yield name, keys, (rows, shapes[0][1]), int(self.scope["num_experts"])
+        has = [
+            name
+            for name in rules()["peft"]["parameters"]
+            if f"{module}.{name}" in self.base and len(self._packed(f"{module}.{name}").shape) == 2
+        ]
+        listed = [name for name in has if self.adapter.lists(f"{module}.{name}")]
+        around = stored.count(".") - module.count(".")
+        return sorted(has, key=lambda name: name not in listed[-1 - around :][:1])
 
     def _adapt(
         self,
@@ -304,8 +321,7 @@ class _Fitting:
         for number, (left, right) in enumerate(factors):
             above = 0  # rows of the weights that are packed before
             for key in keys:
-                named = key.replace("{expert}", str(number))
-                stored = self.base[named]
+                stored = self.base[key]
                 one = stored[number if len(stored) > 1 else 0]
                 whole = packed(one.bound.rule, self.scope)
                 whole_part = Part(

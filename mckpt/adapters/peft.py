@@ -212,12 +212,16 @@ class PeftAdapter:
         listed = self.config.get("target_parameters") or ()
         return any(f".{module}".endswith(f".{one.rpartition('.')[0]}") for one in listed)
 
+    def lists(self, parameter: str) -> bool:
+        """Returns whether `target_parameters` has the path of a parameter, or its end."""
+        listed = self.config.get("target_parameters") or ()
+        return any(f".{parameter}".endswith(f".{one}") for one in listed)
+
     def _by_pattern(self, name: str, module: str, default: Any) -> Any:
         """Returns the value of the first pattern that the end of a module's name matches."""
         patterns: Mapping[str, Any] = self.config.get(name) or {}
-        weight = f".{module}.weight"
-        if any(weight.endswith(f".{one}") for one in self.config.get("target_parameters") or ()):
-            module = weight.removeprefix(".")  # PEFT matches the path of such a parameter
+        if self.lists(f"{module}.weight"):
+            module += ".weight"  # PEFT matches the path of such a parameter
         try:
             matching = (value for key, value in patterns.items() if _of_key(key).match(module))
             return next(matching, default)

@@ -31,6 +31,11 @@ def with_stacked_experts(family: MappingFile, keys: Collection[str]) -> MappingF
         return family
     if any(rule.key.endswith(_DOWN) for rule in family.rules):
         return family  # its published files have such tensors
+    return in_memory(family)
+
+
+def in_memory(family: MappingFile) -> MappingFile:
+    """Returns a family with the names that transformers has in memory."""
     names, digest = _stacked()
     rules = list(family.rules)
     for name, spec in names.items():

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +217,65 @@ def test_merged_weights_are_the_model_with_the_adapter(bases, work, case):
     tolerance = 3 * limit(unmerged)
     assert np.abs(logits - unmerged).max() <= tolerance
     assert np.abs(plain - unmerged).max() > 100 * tolerance, "the adapter hardly changes anything"
+
+
+IN_MEMORY = (
+    "mixtral",
+    "nemotron_h_moe",
+    "gpt_neox",
+    "granitemoe",
+    "llava",
+    "qwen2_vl",
+    "internvl_moe",
+)
+# PEFT has no adapters of the last linear of a Mamba
+NOT_ADAPTED = re.compile("vision|visual|projector|mixer.out_proj")
+
+
+@pytest.mark.parametrize("case", IN_MEMORY)
+def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path):
+    """PEFT adapts all linears, experts and routers of the text model, and merges them. The files of
+    the base have other names.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    base = work / "in memory" / case
+    if case in made_models.CASES:
+        made_models.make([case], base.parent)
+    else:
+        tiny.tiny_random(case, base, "float32")
+    model = tiny.load(base)
+    kinds = {name: module for name, module in model.named_modules() if not NOT_ADAPTED.search(name)}
+    output = model.get_output_embeddings()
+    tied = output.weight is model.get_input_embeddings().weight  # mckpt refuses an adapter of it
+    linears = [
+        name
+        for name, module in kinds.items()
+        if isinstance(module, torch.nn.Linear) and not (tied and module is output)
+    ]
+    others = [
+        f"{name}.{end}"
+        for name, module in kinds.items()
+        if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d))
+        for end, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    ]
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=linears, target_parameters=others)
+    )
+    factors = {name: p for name, p in adapted.named_parameters() if ".lora_" in name}
+    assert len(factors) == 2 * (len(linears) + len(others))
+    with torch.no_grad():
+        for name, factor in factors.items():
+            factor.copy_(torch.from_numpy(adapters.drawn(name, tuple(factor.shape))))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "wanted")
+    good("adapter", "merge", base, tmp_path / "adapter", tmp_path / "found")
+    found, wanted = (load_file(tmp_path / d / "model.safetensors") for d in ("found", "wanted"))
+    assert found.keys() == wanted.keys()
+    assert [key for key in wanted if not wanted[key].equal(found[key])] == []
 
 
 def test_every_key_of_a_configuration_is_known():
