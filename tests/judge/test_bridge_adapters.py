@@ -97,6 +97,8 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
     "beside the weights": ("llama", (*ATTENTION, *MLP), "fused", {"tp": 2}),
     "beside experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
     "dora of whole rows": ("llama", (*ATTENTION[:3], *MLP[:2]), "fused", {"tp": 2}),
+    "blocks": ("qwen3-moe", (*ATTENTION, *MLP), "block", {"ep": 2}),
+    "blocks of two ranks": ("qwen3-moe", (*ATTENTION, *MLP), "block", {"ep": 2}),
 }
 # Whose states Megatron saves and loads: the model, the form of the state, the class and its
 # arguments, and the sizes before and after
@@ -121,6 +123,8 @@ TRAINED: dict[str, tuple[str, str, str, dict[str, Any], dict[str, int], dict[str
 ALPHA = dict.fromkeys(("files", "files of stages"), ("--alpha", 8))  # which state none
 # Megatron-Bridge 0.6.2 does not export these of a model whose experts transformers stacks
 NO_EXPORT = ("shared outer",)
+# with normalize_moe_lora; PEFT computes no experts of another rank, but its formulas do
+TWO_RANKS = ("blocks of two ranks",)
 EXPORT_IS_WRONG = ("dora", "dora of whole rows")  # Megatron-Bridge 0.6.2 leaves out the magnitudes
 
 
@@ -193,6 +197,12 @@ def write(base: Path, directory: Path, name: str) -> None:
     model, ends, layout, _ = WRITTEN[name]
     layers = made_models.text(config(model))["num_hidden_layers"]
     shapes = {m: s for m, s in modules(base, *ends).items() if int(m.split(".")[2]) < layers}
+    if name in TWO_RANKS:
+        topk = config(model)["num_experts_per_tok"]
+        two = factors(shapes, lambda one: 4 if ".experts." in one else 4 * topk)
+        of_experts = {r"experts\.\d+\.\w+_proj": 4}
+        adapters.write(directory, two, r=4 * topk, rank_pattern=of_experts, lora_alpha=8)
+        return
     made = factors(shapes, shared=layout == "fused")
     if name in EXPORT_IS_WRONG:
         adapters.write(directory, adapters.magnitudes(base, made), use_dora=True)
@@ -234,7 +244,8 @@ def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None
         same(base, work / "loaded" / case, work / "peft" / case)
     good("adapter", "to-hf", work / "written" / case, work / "back" / case, "--like", base)
     same(base, work / "back" / case, work / "peft" / case)
-    expect_logits(result, base, work / "back" / case)
+    if case not in TWO_RANKS:
+        expect_logits(result, base, work / "back" / case)
 
 
 def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
