@@ -19,7 +19,7 @@ from mckpt.checking import Checked
 from mckpt.checkpoint import checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning, pushing
-from mckpt.conversion.planning import Plan
+from mckpt.conversion.planning import FormOf, Plan
 from mckpt.conversion.pushing import Pushed
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
@@ -378,7 +378,8 @@ def write(
     described = SourceOptions(None, family, file, vocab_size, settings or {}, no_mtp=no_mtp)
     with streaming.opened(config, tensors, described, dtypes or {}) as (source, stream):
         target, place = _target(source, options), _place(options)
-        planned = planning.make_plan(source, dst, target, same_format=True, **place)
+        form = functools.partial(planning.form_of_weights, same_format=True)
+        planned = planning.make_plan(source, dst, target, form, **place)
         return streaming.run(planned, stream, run)
 
 
@@ -446,8 +447,8 @@ def adapter_to_megatron(
     described = _opened(base)
     source = of_peft(peft.open_adapter(adapter, peft.Experts(expert_a, expert_b)), described)
     target = _target(described, {"format": formats.MEGATRON, **options})
-    make = functools.partial(converting.plan_megatron, how=how, base=described)
-    return _write(source, dst, target, options, make)
+    form = functools.partial(converting.form_adapters, how=how)
+    return _write(source, dst, target, options, form)
 
 
 @_lists(RunOptions)
@@ -477,7 +478,7 @@ def adapter_to_hf(
     source, _ = of_megatron(src, described, alpha)
     target = TargetOptions(format=formats.HUGGING_FACE)
     given = {**options, "overwrite": overwrite}
-    return _write(source, dst, target, given, converting.plan_peft)
+    return _write(source, dst, target, given, converting.form_peft)
 
 
 def diff(
@@ -621,11 +622,13 @@ def _write(
     dst: str | Path,
     target: TargetOptions,
     options: Mapping[str, Any],
-    make: Callable[..., Plan] = planning.make_plan,
+    form_of: FormOf | None = None,
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
     _run_settings(options)  # refuses wrong values before the plan is made
-    planned, manifest = planning.plan_or_find(source, dst, target, make=make, **_place(options))
+    planned, manifest = planning.plan_or_find(
+        source, dst, target, form_of=form_of, **_place(options)
+    )
     return manifest or planned.run(**_run_options(options))
 
 

@@ -31,14 +31,14 @@ from mckpt.adapters.peft_writing import PEFT, Adapted, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
-from mckpt.conversion import optimizer, to_megatron
+from mckpt.conversion import optimizer
 from mckpt.conversion.args import Decided, args_of, bridge_files
-from mckpt.conversion.plan_data import facts_of
-from mckpt.conversion.planning import Plan, make_plan, name_of_iteration
+from mckpt.conversion.plan_data import Form
+from mckpt.conversion.planning import form_of_weights, make_plan
 from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import Destination, TargetOptions
-from mckpt.conversion.to_megatron import Beside
-from mckpt.errors import SourceError, UsageError
+from mckpt.conversion.target import At, TargetOptions
+from mckpt.conversion.to_megatron import Beside, decide, name_of_iteration, side_of
+from mckpt.errors import SourceError, UsageError, shown
 from mckpt.formats import carried, places
 from mckpt.formats.base import Format, Names
 from mckpt.formats.hf_config import ADAPTER
@@ -51,11 +51,11 @@ from mckpt.formats.megatron.optimizer import (
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import iteration_name
 from mckpt.geometry.box import Layout
-from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping.schema import MAGNITUDE
 from mckpt.storage.files import TargetFile
+from mckpt.storage.manifest import Facts
 from mckpt.values import dtypes
 
 _SECTION = re.compile(rb"^peft:.*\n(?:[ -].*\n)*", re.MULTILINE)  # of run_config.yaml
@@ -70,7 +70,7 @@ def as_peft(source: AdapterCheckpoint) -> Iterator[PeftAdapter]:
     """
     with TemporaryDirectory(prefix="mckpt-adapter-") as folder:
         place = Path(folder) / "peft"
-        plan_peft(source, place, TargetOptions(format=formats.HUGGING_FACE)).run()
+        make_plan(source, place, TargetOptions(format=formats.HUGGING_FACE), form_peft).run()
         yield replace(open_adapter(place), made_of=tuple(source.layout.files))
 
 
@@ -99,53 +99,37 @@ def opened_adapter(
         yield adapter
 
 
-def plan_megatron(
-    source: AdapterCheckpoint,
-    dst: str | Path,
-    target: TargetOptions,
-    how: str | None = None,
-    *,
-    base: Checkpoint | None = None,
-    overwrite: bool = False,
-    update_tracker: bool = False,
-    helps: bool = False,
-) -> Plan:
-    """Returns the plan that writes the factors of `source` as a checkpoint of Megatron's adapters,
-    with the weights if `source` has them beside its factors.
+def form_adapters(
+    source: AdapterCheckpoint, at: At, target: TargetOptions, how: str | None = None
+) -> Form:
+    """Returns the form of a checkpoint of Megatron's adapters, with the weights if `source` has
+    them beside its factors.
 
     how: one of LAYOUTS; None: fused, or canonical if only that can hold the factors.
-    base: describes the model; None: `source` itself does.
     """
     if how not in (None, *LAYOUTS):
         raise UsageError(f"layout is {how!r}, and must be {', '.join(LAYOUTS)}")
-    place = {"overwrite": overwrite, "update_tracker": update_tracker, "helps": helps}
     if (weights := source.base) is not None:
         if "optimizer" in source.left_behind() and not target.no_optimizer:
             raise UsageError(
                 f"{source.path}: has weights beside its adapters, and mckpt does not convert the"
                 " optimizer's state of such a checkpoint; give --no-optimizer"
             )
-        return make_plan(weights, dst, target, **place, adapters=partial(beside, source, how))
+        return form_of_weights(weights, at, target, adapters=partial(beside, source, how))
     format, swift = formats.get(target.format), (how or "").startswith("swift")
-    again = base is None
+    described: Checkpoint = source
     if swift:
         _refuse_swift(source, target, format)
-        if not again and target.target_iteration is None:  # it reads no release
+    if source.peft is None:
+        name = name_of_iteration(source, target)
+        _check_finite(source)  # those of PEFT have been read, to find what they change
+    else:  # the optimizer of the base is that of other parameters
+        described = Checkpoint(source.files, source.model)
+        if swift and target.target_iteration is None:  # ms-swift reads no release
             target = replace(target, target_iteration=1)
-    named = name_of_iteration(source, target) if again else iteration_name(target.target_iteration)
-    destination = Destination(
-        Path(dst),
-        named,
-        format,
-        source.files.root,
-        **place,
-    )
-    described: Checkpoint = source
-    if base is None:  # the factors of an adapter of PEFT have been read, to find what they change
-        _check_finite(source)
-    else:  # whose own optimizer is that of other parameters
-        described, target = base, replace(target, no_optimizer=True)
-    decided = to_megatron.decide(described, destination, target)
+        name, target = iteration_name(target.target_iteration), replace(target, no_optimizer=True)
+    destination = at(name, format)
+    decided = decide(described, destination, target)
     if decided.optimizer:
         source = source.with_optimizer()
     args = args_of(decided)
@@ -162,59 +146,52 @@ def plan_megatron(
     how, names = chosen.how, chosen.names
     kinds = _kinds(source, names, target.dtype)
     kinds |= {name: kind for name, kind in decided.dtypes.items() if is_state(name)}
-    distributed, groups, scalers = True, list[list[dict[str, Any]]](), list[Scaler]()
-    state = None
-    if decided.optimizer and source.optimizer is not None:
-        distributed = source.optimizer.distributed
-        groups, scalers = _optimizer_entries(source, names, decided)
-        look = source.opened.format.readable and not helps
-        state = optimizer.facts(source, look)
-    common, remarks = args.common, chosen.notes
-    if swift:
-        common, told = _swift_args(common, names, source.scale * names.rank)
-        remarks.append(f"ms-swift loads it with --mcore_adapter {dst} {told}")
-    if isinstance(source.named, AdapterNames) and source.named.outer:
-        remarks.append("experts that shared one factor of two have both, each its own")
-    laid, outputs = format.lay_out(
-        MegatronRequest(
-            names,
-            kinds,
-            decided.padded_vocab_size,
-            common,
-            target.common_as_object,
-            distributed,
-            groups,
-            scalers,
-        )
+    request = MegatronRequest(
+        names, kinds, decided.padded_vocab_size, args.common, target.common_as_object
     )
-    held, layout = _placed(source, names, laid, chosen.members, chosen.equal)
-    source = replace(source, held=held, has_states=False)
-    config = [] if swift else _run_config(decided, names, how, source.scale)
-    files = [*outputs, *config]
-    joined = join(held, layout)
-    side_files = to_megatron.side_of(described)
-    side = SideFiles(destination.root, side_files)
-    side.refuse_other()
-    facts = facts_of(
-        source,
-        source,
-        target,
-        names.mapping,
-        decided.inexact,
-        list(source.remarks),
+    facts = Facts(
         parallel=names.parallel.args(),
         choices=dict(names.choices),
         unit=destination.iteration_name,
         adapter=_facts(how, names, source),
         megatron_version=decided.target.megatron_version,
-        files_beside=[[file.path, file.size] for file in config],
-        **(
-            {"optimizer": state, "left_behind": optimizer.left_behind(source, True)}
-            if state
-            else {}
-        ),
     )
-    return Plan(source, destination, target, joined, layout, names, files, side, [], facts, remarks)
+    if decided.optimizer and source.optimizer is not None:
+        groups, scalers = _optimizer_entries(source, names, decided)
+        distributed = source.optimizer.distributed
+        request = structs.replace(request, distributed=distributed, groups=groups, scalers=scalers)
+        look = source.opened.format.readable and not destination.helps
+        facts["optimizer"] = optimizer.facts(source, look)
+        facts["left_behind"] = optimizer.left_behind(source, True)
+    remarks = chosen.notes
+    if swift:
+        common, told = _swift_args(args.common, names, source.scale * names.rank)
+        request = structs.replace(request, common=common)
+        root = shown(str(destination.root))
+        remarks.append(f"ms-swift loads it with --mcore_adapter {root} {told}")
+    if isinstance(source.named, AdapterNames) and source.named.outer:
+        remarks.append("experts that shared one factor of two have both, each its own")
+    laid, outputs = format.lay_out(request)
+    held, layout = _placed(source, names, laid, chosen.members, chosen.equal)
+    source = replace(source, held=held, has_states=False)
+    config = [] if swift else _run_config(decided, names, how, source.scale)
+    facts["files_beside"] = [[file.path, file.size] for file in config]
+    side = SideFiles(destination.root, side_of(described))
+    side.refuse_other()
+    return Form(
+        source=source,
+        moved=source,
+        destination=destination,
+        target=target,
+        names=names,
+        layout=layout,
+        outputs=[*outputs, *config],
+        side=side,
+        facts=facts,
+        inexact=decided.inexact,
+        notes=list(source.remarks),
+        remarks=remarks,
+    )
 
 
 class _Chosen(NamedTuple):
@@ -836,46 +813,26 @@ def _without_equal(
     return replace(factors.without(source.layout, same, EQUAL), ignored=source.layout.ignored)
 
 
-def plan_peft(
-    source: AdapterCheckpoint,
-    dst: str | Path,
-    target: TargetOptions,
-    *,
-    overwrite: bool = False,
-    update_tracker: bool = False,
-    helps: bool = False,
-    look: bool = True,
-) -> Plan:
-    """Returns the plan that writes an adapter of Megatron as a directory of PEFT.
+def form_peft(source: AdapterCheckpoint, at: At, target: TargetOptions, look: bool = True) -> Form:
+    """Returns the form of a directory of PEFT.
 
     look: read the factors, to refuse values that are not finite.
     """
     form = peft_form(source)
-    destination = Destination(
-        Path(dst), None, PEFT, source.files.root, overwrite=overwrite, helps=helps
-    )
+    destination = at(None, PEFT)
     if look:
         _check_finite(source)
-    source = form.source
-    facts = facts_of(
-        source,
-        source,
-        target,
-        form.names.mapping,
-        {},
-        [],
-        config=hashlib.sha256(form.config).hexdigest(),
-    )
-    return Plan(
-        source,
-        destination,
-        target,
-        join(source.layout, form.layout),
-        form.layout,
-        form.names,
-        [*form.outputs, TargetFile.whole(ADAPTER[0], form.config)],
-        SideFiles(destination.root, {}),
-        [],
-        facts,
-        form.remarks,
+    return Form(
+        source=form.source,
+        moved=form.source,
+        destination=destination,
+        target=target,
+        names=form.names,
+        layout=form.layout,
+        outputs=[*form.outputs, TargetFile.whole(ADAPTER[0], form.config)],
+        side=SideFiles(destination.root, {}),
+        facts={"config": hashlib.sha256(form.config).hexdigest()},
+        inexact={},
+        notes=[],
+        remarks=form.remarks,
     )

@@ -166,8 +166,8 @@ def to_megatron(
     source = of_peft(peft.open_adapter(adapter, shared.experts_of(options)), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
-    make = partial(converting.plan_megatron, how=how, base=described)
-    if outcome := convert.carry_out(source, dst, target, options, make):
+    form = partial(converting.form_adapters, how=how)
+    if outcome := convert.carry_out(source, dst, target, options, form):
         outcome.show(options["as_json"])
 
 
@@ -183,7 +183,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 
     source, _ = of_megatron(src, shared.source_options(options), alpha)
     target = shared.make_target(options, formats.HUGGING_FACE, None)
-    if outcome := convert.carry_out(source, dst, target, options, converting.plan_peft):
+    if outcome := convert.carry_out(source, dst, target, options, converting.form_peft):
         outcome.show(options["as_json"])
 
 
@@ -215,8 +215,8 @@ def reshard(
     parallel = source.parallel.with_(**shared.parallel_sizes(options))
     target_format = target_format or formats.kept_or_default(source.format)
     target = shared.make_target(options, target_format, parallel)
-    make = partial(converting.plan_megatron, how=names.how)
-    if outcome := convert.carry_out(source, dst, target, options, make):
+    form = partial(converting.form_adapters, how=names.how)
+    if outcome := convert.carry_out(source, dst, target, options, form):
         outcome.show(options["as_json"])
 
 

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.conversion.planning import Plan
+    from mckpt.conversion.planning import FormOf, Plan
     from mckpt.conversion.target import TargetOptions
     from mckpt.execute.ranks import Ranks
 
@@ -64,10 +63,10 @@ def hf_to_megatron(
                 f"{src}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its"
                 " sizes or format"
             )
-        source, make = shared.with_adapter(source, options, how)
+        source, form = shared.with_adapter(source, options, how)
         parallel = Parallel().with_(**shared.parallel_sizes(options))
         target = shared.make_target(options, target_format, parallel)
-        outcome = carry_out(source, dst, target, options, make)
+        outcome = carry_out(source, dst, target, options, form)
     if outcome:
         outcome.show(options["as_json"])
 
@@ -116,7 +115,7 @@ def _adapters_to_hf(
 
     source, _ = converting.of_megatron(src, shared.source_options(options), alpha)
     if not merge:
-        return carry_out(source, dst, target, options, converting.plan_peft)
+        return carry_out(source, dst, target, options, converting.form_peft)
     if (base := source.base) is None:
         raise UsageError(
             f"{src}: has adapters alone, without the weights that they belong to: `mckpt adapter"
@@ -245,11 +244,11 @@ def carry_out(
     dst: Path,
     target: TargetOptions,
     options: Options,
-    make: Callable[..., Plan] | None = None,
+    form_of: FormOf | None = None,
 ) -> Outcome | None:
     """Writes the target, or prints the plan if the options contain --dry-run.
 
-    make: makes the plan in the place of `planning.make_plan`.
+    form_of: decides what the source becomes, as for `planning.make_plan`.
     Returns None under a launcher if this is not rank 0, which alone prints the result.
     """
     from mckpt.execute.ranks import Ranks
@@ -257,9 +256,9 @@ def carry_out(
     ranks = Ranks() if options["workers"] else Ranks.of_environment()
     settings = _settings(options, ranks)
     if options["dry_run"]:
-        _print_plan(source, dst, target, options, make)
+        _print_plan(source, dst, target, options, form_of)
         return Outcome("planned", str(dst))
-    return _write(source, dst, target, options, settings, ranks, make)
+    return _write(source, dst, target, options, settings, ranks, form_of)
 
 
 def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
@@ -295,14 +294,13 @@ def _print_plan(
     dst: Path,
     target: TargetOptions,
     options: Options,
-    make: Callable[..., Plan] | None = None,
+    form_of: FormOf | None = None,
 ) -> None:
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     from mckpt.conversion import planning
 
     # helps: print the plan even if `dst` is occupied; the check below raises that error
-    make = make or planning.make_plan
-    planned = make(source, dst, target, helps=True, **_place(options))
+    planned = planning.make_plan(source, dst, target, form_of, helps=True, **_place(options))
     as_json = options["as_json"]
     print_note = functools.partial(terminal.print_note, as_json=as_json)
     document(json.dumps(planned.json()) if as_json else planned.summary())
@@ -336,7 +334,7 @@ def _write(
     options: Options,
     settings: dict[str, Any],
     ranks: Ranks,
-    make: Callable[..., Plan] | None = None,
+    form_of: FormOf | None = None,
 ) -> Outcome | None:
     """Plans and writes the target, unless `dst` holds it already.
 
@@ -351,7 +349,7 @@ def _write(
         target,
         helps=ranks.rank > 0,
         on_note=print_note,
-        make=make or planning.make_plan,
+        form_of=form_of,
         **_place(options),
     )
     path, nbytes = str(planned.destination.path), planned.nbytes

@@ -6,7 +6,6 @@ fields from the options by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from mckpt.adapters.peft import Experts
     from mckpt.checkpoint.checkpoint import Checkpoint
     from mckpt.checkpoint.description import SourceOptions
-    from mckpt.conversion.planning import Plan
+    from mckpt.conversion.planning import FormOf
     from mckpt.conversion.target import TargetOptions
     from mckpt.geometry.parallel import Parallel
 
@@ -484,9 +483,9 @@ def source_options(options: Options) -> SourceOptions:
 
 def with_adapter(
     source: Checkpoint, options: Options, how: str | None
-) -> tuple[Checkpoint, Callable[..., Plan] | None]:
+) -> tuple[Checkpoint, FormOf | None]:
     """Returns the source, with the adapter of --adapter added to its weights if --merge is given,
-    and the function that plans its conversion if the adapter is written beside them.
+    and what decides the form of the target if the adapter is written beside them.
     """
     adapter, merges = options["adapter"], options["merge"]
     if adapter is None and merges:
@@ -503,7 +502,7 @@ def with_adapter(
     if merges:
         return merging.merge(source, found), None
     beside = partial(converting.beside, of_peft(found, source), how)
-    return source, partial(planning.make_plan, adapters=beside)
+    return source, partial(planning.form_of_weights, adapters=beside)
 
 
 def experts_of(options: Options) -> Experts:

@@ -13,7 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.mapping import MappingFile
 from mckpt.storage import sparse_copy
 from mckpt.storage.files import Stamp, TargetFile, stamp
+from mckpt.storage.manifest import Facts
 from mckpt.values import dtypes, quantisation
 from mckpt.version import __version__
 
@@ -72,7 +73,7 @@ def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
-def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
+def named_by_user(source: Checkpoint, kept: bool) -> Facts:
     """Returns the manifest's entry on the family that the user named. A family file is recorded if
     it is `kept` beside the checkpoint.
     """
@@ -82,52 +83,69 @@ def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
     return {"family": source.model.options.family} if source.model.options.family else {}
 
 
-def facts_of(
-    source: Checkpoint,
-    moved: Checkpoint,
-    target: TargetOptions,
-    file: MappingFile,
-    inexact: Mapping[str, str],
-    notes: list[str],
-    **more: Any,
-) -> dict[str, Any]:
-    """Returns everything that determines the output, without time, host or path."""
-    headers = hashlib.sha256()
-    for s in moved.layout.stored:
-        scales = [s.scales.grids] if s.scales else []
-        for a in (s.file, s.at, s.layer, s.expert, *scales, *s.added.values()):
-            headers.update(np.ascontiguousarray(a).tobytes())
-        headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
-    unchanged, merging = carried.of(moved.layout), source.merging
-    return {
-        "mckpt": __version__,
-        "source": {
-            "format": source.format,
-            "layout": headers.hexdigest(),
-            "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
-            **({"iteration": at} if (at := source.files.iteration) is not None else {}),
-            "files": [
-                {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
-            ],
-        },
-        "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.schema().digest},
-        "dims": (
-            {
-                k: list(v) if isinstance(v, tuple) else v
-                for k, v in moved.dims.items()
-                if k != "vocab_size"
-            }
-            | ({} if (true := true_vocab(source)) is None else {"vocab_size": true})
-        ),
-        "format": target.format,
-        "dtype": target.dtype,
-        "casts": [*source.files.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
-        "inexact": dict(inexact),
-        **({"carried": carried.facts(unchanged)} if unchanged else {}),
-        **({"adapter": merging.facts} if merging else {}),
-        "notes": [*source.model.notes, *(_merge_notes(merging.facts) if merging else []), *notes],
-        **more,
-    }
+@dataclass(frozen=True)
+class Form:
+    """What a source becomes, decided from headers: the names, places and files of its tensors."""
+
+    source: Checkpoint
+    moved: Checkpoint  # whose tensors are read: the source with what the target keeps of it
+    destination: Destination
+    target: TargetOptions
+    names: Names
+    layout: Layout
+    outputs: list[TargetFile]
+    side: SideFiles
+    facts: Facts  # those of this form alone
+    inexact: Mapping[str, str]  # features that the user accepts to lose: name -> reason
+    notes: list[str]
+    copied: list[Path] = field(default_factory=list)  # the source files that are copied whole
+    remarks: list[str] = field(default_factory=list)  # on files that the output does not have
+
+    def all_facts(self, joined: Joined) -> Facts:
+        """Returns everything that determines the output, without time, host or path."""
+        source, moved, file = self.source, self.moved, self.names.mapping
+        headers = hashlib.sha256()
+        for s in moved.layout.stored:
+            scales = [s.scales.grids] if s.scales else []
+            for a in (s.file, s.at, s.layer, s.expert, *scales, *s.added.values()):
+                headers.update(np.ascontiguousarray(a).tobytes())
+            headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
+        unchanged, merging = carried.of(moved.layout), source.merging
+        casts = [dtypes.parse(self.target.dtype)] if self.target.dtype else []
+        merges = _merge_notes(merging.facts) if merging else []
+        return {
+            "mckpt": __version__,
+            "source": {
+                "format": source.format,
+                "layout": headers.hexdigest(),
+                "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
+                **({"iteration": at} if (at := source.files.iteration) is not None else {}),
+                "files": [
+                    {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
+                ],
+            },
+            "mapping": {
+                "name": file.name,
+                "digest": file.digest,
+                "logical": mapping.schema().digest,
+            },
+            "dims": (
+                {
+                    k: list(v) if isinstance(v, tuple) else v
+                    for k, v in moved.dims.items()
+                    if k != "vocab_size"
+                }
+                | ({} if (true := true_vocab(source)) is None else {"vocab_size": true})
+            ),
+            "format": self.target.format,
+            "dtype": self.target.dtype,
+            "casts": [*source.files.casts, *casts],
+            "inexact": dict(self.inexact),
+            **({"carried": carried.facts(unchanged)} if unchanged else {}),
+            **({"adapter": merging.facts} if merging else {}),
+            "notes": [*source.model.notes, *merges, *self.notes, *offset_notes(joined)],
+            **self.facts,
+        }
 
 
 def _merge_notes(merges: Mapping[str, Any]) -> list[str]:
@@ -239,7 +257,7 @@ class SourceState(Struct, frozen=True):
 
 @dataclass(eq=False, repr=False)
 class PlanData:
-    """A conversion that is proved from headers alone."""
+    """A conversion that is proved from headers alone. The fields are those of its form."""
 
     source: Checkpoint
     destination: Destination
@@ -250,7 +268,7 @@ class PlanData:
     outputs: list[TargetFile]
     side: SideFiles
     copied: list[Path]  # the source files that are copied whole
-    facts: dict[str, Any]  # the content of the manifest
+    facts: Facts
     remarks: list[str]  # sentences for the user on files that the output does not have
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,16 @@ from mckpt import formats
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.optimizer import prove
-from mckpt.conversion.plan_data import PlanData, most_dtype
+from mckpt.conversion.plan_data import Form, PlanData, most_dtype
 from mckpt.conversion.refusals import dropped, refuse_options
-from mckpt.conversion.target import Destination, TargetOptions
-from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
+from mckpt.conversion.target import At, Destination, TargetOptions
+from mckpt.conversion.to_megatron import dialect_to_write, form_megatron, padded_rows
 from mckpt.errors import DestinationError, UsageError
 from mckpt.execute.ranks import Ranks
+from mckpt.formats.base import Format
 from mckpt.formats.hf_config import has_tokenizer, side_files
 from mckpt.formats.megatron import megatron_args
-from mckpt.formats.megatron.save_directory import is_iteration_name, iteration_name
+from mckpt.geometry.join import join
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from mckpt.conversion.args import Decided
     from mckpt.conversion.to_megatron import Beside
     from mckpt.progress import OnProgress
+
+
+# decides from headers what a source, of a kind of checkpoint that it knows, becomes
+FormOf = Callable[[Any, At, TargetOptions], Form]
 
 
 class Plan(PlanData):
@@ -97,16 +103,60 @@ def make_plan(
     source: Checkpoint,
     dst: str | Path,
     target: TargetOptions,
+    form_of: FormOf | None = None,
     *,
     overwrite: bool = False,
     update_tracker: bool = False,
     helps: bool = False,
-    same_format: bool = False,
-    adapters: Callable[[Decided], Beside] | None = None,
 ) -> Plan:
     """Returns the plan that converts `source` to `dst`.
 
-    helps: this process is not rank 0, so it does not check whether the destination is occupied.
+    form_of: decides what the source becomes; None: `form_of_weights`. helps: this process is not
+    rank 0, so it does not check whether the destination is occupied.
+    """
+
+    def at(name: str | None, format: Format) -> Destination:
+        if update_tracker and not format.megatron:
+            raise UsageError(
+                "--update-tracker: a Hugging Face directory has no tracker; leave it out"
+            )
+        return Destination(
+            Path(dst),
+            name,
+            format,
+            source.files.root,
+            overwrite=overwrite,
+            update_tracker=update_tracker,
+            helps=helps,
+        )
+
+    form = (form_of or form_of_weights)(source, at, target)
+    joined = join(form.moved.layout, form.layout)
+    return Plan(
+        source=form.moved,
+        destination=form.destination,
+        target=form.target,
+        joined=joined,
+        layout=form.layout,
+        names=form.names,
+        outputs=form.outputs,
+        side=form.side,
+        copied=form.copied,
+        facts=form.all_facts(joined),
+        remarks=form.remarks,
+    )
+
+
+def form_of_weights(
+    source: Checkpoint,
+    at: At,
+    target: TargetOptions,
+    *,
+    same_format: bool = False,
+    adapters: Callable[[Decided], Beside] | None = None,
+) -> Form:
+    """Returns the form of a Megatron checkpoint or of a Hugging Face directory.
+
     same_format: a Hugging Face source may become a directory of the same tensors. adapters: makes
     those that a Megatron checkpoint has beside its weights.
     """
@@ -125,37 +175,11 @@ def make_plan(
             " quantised, so there is nothing to convert"
         )
     refuse_options(target, format, source, adapters is not None)
-    if update_tracker and not format.megatron:
-        raise UsageError("--update-tracker: a Hugging Face directory has no tracker; leave it out")
-    destination = Destination(
-        Path(dst),
-        name_of_iteration(source, target) if format.megatron else None,
-        format,
-        source.files.root,
-        overwrite=overwrite,
-        update_tracker=update_tracker,
-        helps=helps,
-    )
     if format.megatron:
-        planned = plan_megatron(source, destination, target, adapters)
-    else:
-        from mckpt.conversion.to_hf import plan_hf
+        return form_megatron(source, at, target, adapters)
+    from mckpt.conversion.to_hf import form_hf
 
-        planned = plan_hf(source, destination, target)
-    return Plan(**vars(planned))
-
-
-def name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
-    """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
-    else from the source's name, else from the source's iteration.
-    """
-    if target.target_iteration is not None:
-        return iteration_name(target.target_iteration)
-    directory, common = source.files.iteration_directory, source.files.common
-    if directory is not None and is_iteration_name(directory.name):
-        return directory.name
-    iteration = common.fields.get("iteration") if common else None
-    return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
+    return form_hf(source, at, target)
 
 
 def plan_or_find(
@@ -167,22 +191,21 @@ def plan_or_find(
     update_tracker: bool = False,
     helps: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
-    make: Callable[..., Plan] = make_plan,
+    form_of: FormOf | None = None,
 ) -> tuple[Plan, dict[str, Any] | None]:
-    """Returns the plan, as `make` does, and None; or the plan and the manifest in `dst`, if `dst`
-    already holds the output of the conversion and `overwrite` is false.
+    """Returns the plan, as `make_plan` does, and None; or the plan and the manifest in `dst`, if
+    `dst` already holds the output of the conversion and `overwrite` is false.
 
-    If something else is in the way, the error of `make` has a sentence on the difference.
+    If something else is in the way, the error of `make_plan` has a sentence on the difference.
     """
+    make = partial(make_plan, source, dst, target, form_of, update_tracker=update_tracker)
     try:
-        return make(
-            source, dst, target, overwrite=overwrite, update_tracker=update_tracker, helps=helps
-        ), None
+        return make(overwrite=overwrite, helps=helps), None
     except DestinationError as error:
         if overwrite:
             raise
         refusal = error
-    planned = make(source, dst, target, update_tracker=update_tracker, helps=True)
+    planned = make(helps=True)
     from mckpt.conversion.done import complete, existing_output
 
     output = existing_output(planned, on_note=on_note)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -367,3 +367,8 @@ def _text(path: Path) -> str:
     with suppress(OSError, ValueError):
         return path.read_text()
     return ""
+
+
+# makes the destination of a checkpoint of a format; the name is that of its directory in a Megatron
+# save directory, None in others
+At = Callable[[str | None, Format], Destination]

@@ -8,16 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt import mapping
+from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.plan_data import (
-    PlanData,
+    Form,
     dtypes_of_target,
-    facts_of,
     form_of,
     mapping_to_keep,
     named_by_user,
-    offset_notes,
 )
 from mckpt.conversion.refusals import (
     lost_args,
@@ -26,7 +24,7 @@ from mckpt.conversion.refusals import (
     refuse_uncarried,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import Destination, TargetOptions
+from mckpt.conversion.target import At, TargetOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names
@@ -46,7 +44,6 @@ from mckpt.formats.hf_config import (
 )
 from mckpt.formats.hf_encodings import WRITTEN, quantisation_config
 from mckpt.formats.megatron.save_directory import MAPPING, TOKENIZER_DIRECTORY
-from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile, mode_of, read_file
@@ -101,8 +98,9 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     return Export(source, request, text, inexact, [note, *notes])
 
 
-def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions) -> PlanData:
-    """Returns the plan of a Hugging Face directory."""
+def form_hf(source: Checkpoint, at: At, target: TargetOptions) -> Form:
+    """Returns the form of a Hugging Face directory."""
+    destination = at(None, formats.get(target.format))
     tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     if not source.files.options.like:
         refuse_changed(source, side_files(Path(tokenizer)).kept if tokenizer else ())
@@ -121,34 +119,26 @@ def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions)
     if described is not None:
         config = config._replace(mode=mode_of(described / CONFIG))
     outputs.append(config)
-    joined = join(source.layout, layout)
-    facts = facts_of(
-        source,
-        source,
-        target,
-        request.names.mapping,
-        inexact,
-        [*notes, *offset_notes(joined)],
-        max_shard_size=target.max_shard_size,
-        **({"quantize": target.quantize} if target.quantize else {}),
-        config=hashlib.sha256(text).hexdigest(),
-        side=[[file.path, file.size] for file in outputs],
-        **named_by_user(source, kept is not None),
-    )
-    side, copied = SideFiles(destination.root, {}), list(copies.values())
-    remarks = [*left_out(roots), *_lacking(copies, source)]
-    return PlanData(
-        source,
-        destination,
-        target,
-        joined,
-        layout,
-        request.names,
-        outputs,
-        side,
-        copied,
-        facts,
-        remarks,
+    return Form(
+        source=source,
+        moved=source,
+        destination=destination,
+        target=target,
+        names=request.names,
+        layout=layout,
+        outputs=outputs,
+        side=SideFiles(destination.root, {}),
+        facts={
+            "max_shard_size": target.max_shard_size,
+            **({"quantize": target.quantize} if target.quantize else {}),
+            "config": hashlib.sha256(text).hexdigest(),
+            "side": [[file.path, file.size] for file in outputs],
+            **named_by_user(source, kept is not None),
+        },
+        inexact=inexact,
+        notes=notes,
+        copied=list(copies.values()),
+        remarks=[*left_out(roots), *_lacking(copies, source)],
     )
 
 

@@ -19,13 +19,11 @@ from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.args import Args, Decided, args_of, bridge_files
 from mckpt.conversion.plan_data import (
-    PlanData,
+    Form,
     dtypes_of_target,
-    facts_of,
     form_of,
     mapping_to_keep,
     named_by_user,
-    offset_notes,
     quantised_notes,
     text_notes,
 )
@@ -41,7 +39,7 @@ from mckpt.conversion.refusals import (
     refuse_unloadable,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import Destination, TargetOptions
+from mckpt.conversion.target import At, Destination, TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names
@@ -57,12 +55,17 @@ from mckpt.formats.megatron import megatron_args, run_config
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import Scaler
 from mckpt.formats.megatron.run_config import RUN_CONFIG
-from mckpt.formats.megatron.save_directory import MAPPING, TOKENIZER_DIRECTORY
+from mckpt.formats.megatron.save_directory import (
+    MAPPING,
+    TOKENIZER_DIRECTORY,
+    is_iteration_name,
+    iteration_name,
+)
 from mckpt.geometry.box import Layout
-from mckpt.geometry.join import Joined, join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile, major_minor
 from mckpt.storage.files import TargetFile
+from mckpt.storage.manifest import Facts
 
 MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
@@ -77,16 +80,17 @@ class Beside(NamedTuple):
     facts: dict[str, Any]  # the manifest's entry
 
 
-def plan_megatron(
+def form_megatron(
     source: Checkpoint,
-    destination: Destination,
+    at: At,
     target: TargetOptions,
     adapters: Callable[[Decided], Beside] | None = None,
-) -> PlanData:
-    """Returns the plan of a Megatron checkpoint of any format.
+) -> Form:
+    """Returns the form of a Megatron checkpoint of any format.
 
     adapters: makes the adapters that it has beside the weights of `source`.
     """
+    destination = at(name_of_iteration(source, target), formats.get(target.format))
     refuse_changed(source)
     decided = decide(source, destination, target)
     args = args_of(decided)
@@ -117,28 +121,47 @@ def plan_megatron(
     if beside:
         moved, layout = beside.placed(layout)
         decided = structs.replace(decided, moved=moved)
-    layout = carried.joined(replace(layout, files=[file.path for file in files]), more)
     side = _checked_side(source, SideFiles(destination.root, side_files, carried_files))
-    joined = join(moved.layout, layout)
     entries = {"optimizer": [param_groups, scalers]} if decided.optimizer else {}
     common = hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest()
     flags = launch.flags if decided.has_args else {}
-    facts = _facts(decided, joined, common, flags, MAPPING in side.files)
-    facts |= {"adapter": beside.facts} if beside else {}
     root = _side_root(source)
-    return PlanData(
-        moved,
-        destination,
-        target,
-        joined,
-        layout,
-        decided.names,
-        [*files, *carried_files],
-        side,
-        list(tokenizer.values()),
-        facts,
-        left_out([] if root is None else [root]),
+    return Form(
+        source=source,
+        moved=moved,
+        destination=destination,
+        target=target,
+        names=decided.names,
+        layout=carried.joined(replace(layout, files=[file.path for file in files]), more),
+        outputs=[*files, *carried_files],
+        side=side,
+        facts={
+            **_facts(decided, common, flags, MAPPING in side.files),
+            **({"adapter": beside.facts} if beside else {}),
+        },
+        inexact=decided.inexact,
+        notes=[
+            *quantised_notes(moved),
+            *decided.notes,
+            *text_notes(moved),
+            *_dialect_notes(source, decided.names.mapping, decided.megatron, target),
+        ],
+        copied=list(tokenizer.values()),
+        remarks=left_out([] if root is None else [root]),
     )
+
+
+def name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
+    """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
+    else from the source's name, else from the source's iteration.
+    """
+    if target.target_iteration is not None:
+        return iteration_name(target.target_iteration)
+    directory, common = source.files.iteration_directory, source.files.common
+    if directory is not None and is_iteration_name(directory.name):
+        return directory.name
+    iteration = common.fields.get("iteration") if common else None
+    return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 
 
 def decide(source: Checkpoint, destination: Destination, target: TargetOptions) -> Decided:
@@ -229,51 +252,30 @@ def _checked_side(source: Checkpoint, side: SideFiles) -> SideFiles:
     return side
 
 
-def _facts(
-    decided: Decided, joined: Joined, common: str, flags: dict[str, Any], keeps_mapping: bool
-) -> dict[str, Any]:
-    """Returns the content of the manifest.
+def _facts(decided: Decided, common: str, flags: dict[str, Any], keeps_mapping: bool) -> Facts:
+    """Returns the entries of the manifest that a Megatron checkpoint has of its own.
 
     common: the digest of the common state. flags: those of Megatron's training program.
     keeps_mapping: whether the user's family file is kept in DST/hf.
     """
     source, moved, target = decided.source, decided.moved, decided.target
-    dialect, kept = decided.names.mapping, decided.optimizer
+    family, kept = source.model.family, decided.optimizer
     look = moved.opened.format.readable and not decided.destination.helps
     state = optimizer.facts(moved, look) if kept else None
-    notes = [
-        *quantised_notes(moved),
-        *offset_notes(joined),
-        *decided.notes,
-        *text_notes(moved),
-        *_dialect_notes(source, dialect, decided.megatron, target),
-    ]
-    return facts_of(
-        source,
-        moved,
-        target,
-        dialect,
-        decided.inexact,
-        notes,
-        parallel=target.parallel.args(),
-        choices=dict(decided.names.choices),
-        padded_vocab_size=decided.padded_vocab_size,
-        unit=decided.destination.iteration_name,
-        common=common,
-        common_as_object=target.common_as_object,
-        args=flags,
-        megatron_version=target.megatron_version,
-        left_behind=optimizer.left_behind(source, kept),
+    return {
+        "parallel": target.parallel.args(),
+        "choices": dict(decided.names.choices),
+        "padded_vocab_size": decided.padded_vocab_size,
+        "unit": decided.destination.iteration_name,
+        "common": common,
+        "common_as_object": target.common_as_object,
+        "args": flags,
+        "megatron_version": target.megatron_version,
+        "left_behind": optimizer.left_behind(source, kept),
         **({"optimizer": state} if state else {}),
-        **_form(source),
+        **({"form": form_of(source, family)} if family and family.forms else {}),
         **named_by_user(source, keeps_mapping),
-    )
-
-
-def _form(source: Checkpoint) -> dict[str, str | None]:
-    """Returns the manifest's entry for a family whose files name tensors in several ways."""
-    family = source.model.family
-    return {"form": form_of(source, family)} if family is not None and family.forms else {}
+    }
 
 
 def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -20,10 +21,10 @@ import numpy as np
 from mckpt import api, formats
 from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import AdapterCheckpoint
-from mckpt.adapters.converting import peft_form, plan_peft
+from mckpt.adapters.converting import form_peft, peft_form
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.moving import RunSettings, manifest_of
-from mckpt.conversion.planning import Plan
+from mckpt.conversion.planning import Plan, make_plan
 from mckpt.conversion.run import publish
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
@@ -189,7 +190,8 @@ def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Pla
                 " `mckpt adapter to-megatron`"
             )
         target = TargetOptions(format=formats.HUGGING_FACE)
-        plan = plan_peft(model, dst, target, overwrite=options.get("overwrite", False), look=False)
+        form = partial(form_peft, look=False)
+        plan = make_plan(model, dst, target, form, overwrite=options.get("overwrite", False))
     else:
         plan = api.plan(model, dst, **options)
     if sparse_copy.of(plan.destination.root) is not None:

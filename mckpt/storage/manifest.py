@@ -23,34 +23,70 @@ class Recorded(TypedDict):
     checksum: Annotated[str, msgspec.Meta(pattern=r"^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})?$")]
 
 
+class _Mapping(TypedDict, total=False):
+    """A mapping file."""
+
+    name: str
+    digest: str
+    logical: str  # digest of logical.yaml
+
+
 class _MappingFile(TypedDict):
+    """A family file of the user."""
+
+    name: str
     digest: str
 
 
 class _Source(TypedDict, total=False):
     format: str
-    iteration: int
-
-
-class _Mapping(TypedDict, total=False):
-    name: str
-
-
-class Manifest(TypedDict, total=False):
-    """The entries of a manifest that mckpt reads. Other entries are for people."""
-
-    plan: str  # digest of all that decides the output
-    read: str  # the state of the source
-    source: _Source
+    layout: str  # digest of the places of its tensors
     mapping: _Mapping
+    iteration: int
+    files: list[dict[str, Any]]  # the name and the bytes of each
+
+
+class Facts(TypedDict, total=False):
+    """The entries of a manifest that decide the output, without time, host or path."""
+
+    mckpt: str  # version
+    source: _Source
+    mapping: _Mapping  # of the target
     family: str  # named by the user
     mapping_file: _MappingFile
-    form: str
+    form: str | None
     dims: dict[str, Any]
+    format: str
+    dtype: str | None
     casts: list[str]
     inexact: dict[str, str]
     carried: dict[str, Any]
     adapter: dict[str, Any]
+    optimizer: dict[str, Any]
+    left_behind: list[str]
+    notes: list[str]
+    # of a Megatron checkpoint
+    parallel: dict[str, Any]
+    choices: dict[str, Any]
+    padded_vocab_size: int
+    unit: str | None  # its directory
+    common: str  # digest of the common state
+    common_as_object: bool
+    args: dict[str, Any]  # flags of Megatron's training program
+    megatron_version: str | None
+    files_beside: list[list[Any]]  # the path and the bytes of each
+    # of a Hugging Face directory
+    max_shard_size: int
+    quantize: str
+    config: str  # digest of the config
+    side: list[list[Any]]  # the path and the bytes of each
+
+
+class Manifest(Facts, total=False):
+    """The content of a manifest. Those that older versions wrote lack some entries."""
+
+    plan: str  # digest of the facts
+    read: str  # the state of the source
     dropped: list[str]
     files: dict[str, Recorded]
     hf: dict[str, Recorded]  # the files in DST/hf

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -247,7 +248,8 @@ class _Adapters(NamedTuple):
             options.tell(f"writing the adapter for {parallel} into a temporary directory")
             target = TargetOptions(parallel=parallel, no_optimizer=True)
             how = "canonical" if self.names.canonical else "fused"
-            plan = converting.plan_megatron(self.source, path, target, how)
+            form = partial(converting.form_adapters, how=how)
+            plan = planning.make_plan(self.source, path, target, form)
             plan.run(checksum="none")
             alpha = plan.facts["adapter"]["alpha"]
         return {
