@@ -441,13 +441,13 @@ def adapter_to_megatron(
     the base, UsageError for one that the adapters of Megatron-Bridge or ms-swift cannot express,
     and the errors of `convert`.
     """
-    from mckpt.adapters import converting, peft
+    from mckpt.adapters import forms, peft
     from mckpt.adapters.checkpoint import of_peft
 
     described = _opened(base)
     source = of_peft(peft.open_adapter(adapter, peft.Experts(expert_a, expert_b)), described)
     target = _target(described, {"format": formats.MEGATRON, **options})
-    form = functools.partial(converting.form_adapters, how=how)
+    form = functools.partial(forms.form_adapters, how=how)
     return _write(source, dst, target, options, form)
 
 
@@ -471,14 +471,14 @@ def adapter_to_hf(
     Raises SourceError for a checkpoint without adapters or with incomplete ones, and UsageError if
     their alpha or the names of the model's weights are not known.
     """
-    from mckpt.adapters import converting
+    from mckpt.adapters import forms
     from mckpt.adapters.checkpoint import of_megatron
 
     described = SourceOptions(like=like, iteration=iteration)
     source, _ = of_megatron(src, described, alpha)
     target = TargetOptions(format=formats.HUGGING_FACE)
     given = {**options, "overwrite": overwrite}
-    return _write(source, dst, target, given, converting.form_peft)
+    return _write(source, dst, target, given, forms.form_peft)
 
 
 def diff(

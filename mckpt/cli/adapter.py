@@ -62,12 +62,12 @@ def merge(
     adapters. The products of the adapter are added in float32, and each sum is rounded once to the
     dtype of the weight.
     """
-    from mckpt.adapters import converting, merging
+    from mckpt.adapters import forms, merging
 
     if os.path.realpath(adapter) == os.path.realpath(dst):
         raise UsageError(f"DST is the adapter itself, {adapter}; give another directory")
     plain = shared.open_source(base, options)
-    with converting.opened_adapter(adapter, plain, alpha, shared.experts_of(options)) as found:
+    with forms.opened_adapter(adapter, plain, alpha, shared.experts_of(options)) as found:
         _write_merged(merging.merge(plain, found), dst, target_format, options)
 
 
@@ -158,7 +158,7 @@ def to_megatron(
     BASE describes the model: a Hugging Face directory, or a Megatron checkpoint. Of its weights
     only the headers are read. DST is a save directory with the adapter alone.
     """
-    from mckpt.adapters import converting, peft
+    from mckpt.adapters import forms, peft
     from mckpt.adapters.checkpoint import of_peft
     from mckpt.geometry.parallel import Parallel
 
@@ -166,7 +166,7 @@ def to_megatron(
     source = of_peft(peft.open_adapter(adapter, shared.experts_of(options)), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
-    form = partial(converting.form_adapters, how=how)
+    form = partial(forms.form_adapters, how=how)
     if outcome := convert.carry_out(source, dst, target, options, form):
         outcome.show(options["as_json"])
 
@@ -178,12 +178,12 @@ def to_megatron(
 @shared.conversion_options
 def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
     """Write adapters of Megatron as a directory of PEFT."""
-    from mckpt.adapters import converting
+    from mckpt.adapters import forms
     from mckpt.adapters.checkpoint import of_megatron
 
     source, _ = of_megatron(src, shared.source_options(options), alpha)
     target = shared.make_target(options, formats.HUGGING_FACE, None)
-    if outcome := convert.carry_out(source, dst, target, options, converting.form_peft):
+    if outcome := convert.carry_out(source, dst, target, options, forms.form_peft):
         outcome.show(options["as_json"])
 
 
@@ -208,14 +208,14 @@ def reshard(
     Weights beside the adapters are converted too. The optimizer's state of the adapters is kept in
     torch_dist.
     """
-    from mckpt.adapters import converting
+    from mckpt.adapters import forms
     from mckpt.adapters.checkpoint import of_megatron
 
     source, names = of_megatron(src, shared.source_options(options), alpha)
     parallel = source.parallel.with_(**shared.parallel_sizes(options))
     target_format = target_format or formats.kept_or_default(source.format)
     target = shared.make_target(options, target_format, parallel)
-    form = partial(converting.form_adapters, how=names.how)
+    form = partial(forms.form_adapters, how=names.how)
     if outcome := convert.carry_out(source, dst, target, options, form):
         outcome.show(options["as_json"])
 

@@ -111,17 +111,18 @@ def _adapters_to_hf(
     options: Options,
 ) -> Outcome | None:
     """Converts a Megatron checkpoint with adapters."""
-    from mckpt.adapters import converting, merging
+    from mckpt.adapters import forms, merging
+    from mckpt.adapters.checkpoint import of_megatron
 
-    source, _ = converting.of_megatron(src, shared.source_options(options), alpha)
+    source, _ = of_megatron(src, shared.source_options(options), alpha)
     if not merge:
-        return carry_out(source, dst, target, options, converting.form_peft)
+        return carry_out(source, dst, target, options, forms.form_peft)
     if (base := source.base) is None:
         raise UsageError(
             f"{src}: has adapters alone, without the weights that they belong to: `mckpt adapter"
             f" merge BASE {src} DST` merges them"
         )
-    with converting.as_peft(source) as adapter:
+    with forms.as_peft(source) as adapter:
         return carry_out(merging.merge(base, adapter), dst, target, options)
 
 

@@ -494,14 +494,14 @@ def with_adapter(
         raise UsageError(f"--layout {how}: no adapter is written; leave it out")
     if adapter is None:
         return source, None
-    from mckpt.adapters import converting, merging, peft
+    from mckpt.adapters import forms, merging, peft
     from mckpt.adapters.checkpoint import of_peft
     from mckpt.conversion import planning
 
     found = peft.open_adapter(adapter, experts_of(options))
     if merges:
         return merging.merge(source, found), None
-    beside = partial(converting.beside, of_peft(found, source), how)
+    beside = partial(forms.beside, of_peft(found, source), how)
     return source, partial(planning.form_of_weights, adapters=beside)
 
 

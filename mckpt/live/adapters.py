@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import AdapterCheckpoint
-from mckpt.adapters.converting import PeftForm, peft_form
+from mckpt.adapters.forms import PeftForm, peft_form
 from mckpt.adapters.peft import PeftAdapter, open_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import UsageError

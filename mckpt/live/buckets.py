@@ -22,7 +22,7 @@ from msgspec import structs
 
 from mckpt import formats
 from mckpt.adapters.checkpoint import AdapterCheckpoint
-from mckpt.adapters.converting import peft_form
+from mckpt.adapters.forms import peft_form
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import export_of

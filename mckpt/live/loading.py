@@ -24,8 +24,8 @@ import numpy as np
 from msgspec import structs
 
 from mckpt.adapters.checkpoint import of_megatron, of_peft
-from mckpt.adapters.converting import into_model
 from mckpt.adapters.peft import is_peft, open_adapter
+from mckpt.adapters.placing import into_model
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions, VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit

@@ -21,7 +21,7 @@ import numpy as np
 from mckpt import api, formats
 from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import AdapterCheckpoint
-from mckpt.adapters.converting import form_peft, peft_form
+from mckpt.adapters.forms import form_peft, peft_form
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.planning import Plan, make_plan

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mckpt import formats, launching
-from mckpt.adapters import converting, merging, peft
+from mckpt.adapters import forms, merging, peft
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
 from mckpt.adapters.factors import AdapterNames
 from mckpt.adapters.peft import PeftAdapter
@@ -220,7 +220,7 @@ def _adapters(
     if not files.is_megatron or not has_adapter(files.opened.keys()):
         return None
     source, names = of_megatron(path, known, options.alpha)
-    return _Adapters(source, names, stack.enter_context(converting.as_peft(source)))
+    return _Adapters(source, names, stack.enter_context(forms.as_peft(source)))
 
 
 class _Adapters(NamedTuple):
@@ -248,7 +248,7 @@ class _Adapters(NamedTuple):
             options.tell(f"writing the adapter for {parallel} into a temporary directory")
             target = TargetOptions(parallel=parallel, no_optimizer=True)
             how = "canonical" if self.names.canonical else "fused"
-            form = partial(converting.form_adapters, how=how)
+            form = partial(forms.form_adapters, how=how)
             plan = planning.make_plan(self.source, path, target, form)
             plan.run(checksum="none")
             alpha = plan.facts["adapter"]["alpha"]

@@ -29,7 +29,7 @@ import pytest
 import mckpt
 from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import of_megatron
-from mckpt.adapters.converting import opened_adapter
+from mckpt.adapters.forms import opened_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import open_files
@@ -411,22 +411,22 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda layout: replace(layout, stored=[*layout.stored, layout.stored[0]]),
     ),
     "a factor A has no place": (
-        "converting._members",
+        "placing._members",
         _each(lambda place, m: (place, m._replace(has_a=m.has_a and "k." not in place[0]))),
     ),
     "an expert is left out": (
-        "converting._members",
+        "placing._members",
         lambda members: {p: m for p, m in members.items() if p[2] != 1},
     ),
     "layers are shifted": (
-        "converting._members",
+        "placing._members",
         _each(lambda place, m: ((place[0], place[1] + 1, place[2]), m)),
     ),
     "factors of one module overlap": (
-        "converting._members",
+        "placing._members",
         _each(lambda place, m: (place, m._replace(first=0))),
     ),
-    "the rank is too small": ("converting._needed", lambda rank: rank - 2),
+    "the rank is too small": ("placing._needed", lambda rank: rank - 2),
     "the tensors of one rank are lost": ("factors.placed", _without(lambda s: 1 in s.file)),
     "one side of all factors is lost": (
         "factors.placed",

@@ -374,7 +374,7 @@ def fill_adapters(chunks: list[Any]) -> None:
 
 def file_route(saved: Path, like: str, alpha: float) -> None:
     """Writes what the conversions of files make of the wrapped model."""
-    from mckpt.adapters import converting, merging
+    from mckpt.adapters import forms, merging
     from mckpt.adapters.checkpoint import of_megatron
     from mckpt.checkpoint.description import SourceOptions
 
@@ -382,7 +382,7 @@ def file_route(saved: Path, like: str, alpha: float) -> None:
     mckpt.adapter_to_hf(saved / "wrapped", saved / "only", alpha=alpha, like=like)
     assert source.base is not None
     mckpt.convert(source.base, saved / "none", format="hf")
-    with converting.as_peft(source) as adapter:
+    with forms.as_peft(source) as adapter:
         merged = merging.merge(source.base, adapter)
         mckpt.convert(merged, saved / "merged", format="hf")
         mckpt.convert(merged, saved / "fp32", format="hf", dtype="fp32")
