@@ -5,9 +5,10 @@
 
 A record contains, for each run of a command, its exit code and, where it succeeded, the SHA-256 of
 every file that it wrote; the whole of `plan --json`; and the text of each refusal. Everything runs
-in two processes of this machine: all families of fixtures/ in both directions, formats, sizes,
-optimizer state, adapters, an S3 server on loopback, a model on gloo, damaged checkpoints, damaged
-configs and wrong options. Of mckpt.json, the digests of mapping files are left out.
+in a process for each core of this machine: all families of fixtures/ in both directions, formats,
+sizes, optimizer state, adapters, an S3 server on loopback, a model on gloo, damaged checkpoints,
+damaged configs and wrong options. Of mckpt.json, the digests of mapping files and the state of the
+source are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from tests.helpers.commands import ROOT, mckpt
 from tests.helpers.tiny import FIXTURES
 
 Runs = dict[str, dict[str, Any]]
-PROCESSES = 2
+PROCESSES = len(os.sched_getaffinity(0))
+VARYING = ("digest", "logical", "plan", "read")  # entries of JSON files that differ in each run
 MAX_RETRIES = 4  # of a conversion, with what its refusals ask for
 CONFIGS = {
     f"{path.parent.name}/{path.stem}": path
@@ -130,9 +132,9 @@ def renamed_options(command: str, given: list[str]) -> list[str]:
 
 
 def plain(held: Any) -> Any:
-    """Returns a part of mckpt.json or of a plan without the digests of mapping files."""
+    """Returns a part of mckpt.json or of a plan without the digests of mapping files and times."""
     if isinstance(held, dict):
-        return {k: plain(v) for k, v in held.items() if k not in ("digest", "logical", "plan")}
+        return {k: plain(v) for k, v in held.items() if k not in VARYING}
     return [plain(v) for v in held] if isinstance(held, list) else held
 
 
@@ -147,7 +149,7 @@ def digests(path: Path, told: Callable[[str], str] = str) -> dict[str, str]:
         data = file.read_bytes()
         found[str(file.relative_to(path))] = (
             digest(plain(json.loads(told(data.decode()))))
-            if file.name == "mckpt.json"
+            if file.name in ("mckpt.json", "adapter_config.json")
             else hashlib.sha256(data).hexdigest()
         )
     return found

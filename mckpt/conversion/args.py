@@ -159,7 +159,8 @@ def _args_restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) 
     """
     described = [{key for dim in file.dims.values() for key in dim.keys} for file in (old, new)]
     facts = {key for key in written if key in {*new.flags, *described[1], *described[0]}}
-    return {key: written.get(key) for key in facts | (described[0] - described[1])}
+    # sorted, so that each run writes the same bytes
+    return {key: written.get(key) for key in sorted(facts | (described[0] - described[1]))}
 
 
 def _neutral_args(source: Checkpoint, new: MappingFile) -> dict[str, Any]:
