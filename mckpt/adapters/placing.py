@@ -247,8 +247,8 @@ def _ranks(
         needed[kind] = max(needed[kind], _needed([member]))
         scales[kind].add(source.scale_of(name))
     chosen, step = names.dims.get("experts_per_token", 0), names.parallel.expert_tp
-    (scale, *more), (of_experts, *others) = (sorted(found) or [0.0] for found in scales)
-    if more or others or not math.isclose(of_experts, scale * chosen, rel_tol=1e-12):
+    (scale, *more), (expert_scale, *others) = (sorted(found) or [0.0] for found in scales)
+    if more or others or not math.isclose(expert_scale, scale * chosen, rel_tol=1e-12):
         raise UsageError(
             f"{source.path}: its weights have different scales (alpha / r): those of experts"
             f" {', '.join(f'{one:g}' for one in sorted(scales[1])) or 'none'}, all others"
