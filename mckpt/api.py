@@ -7,26 +7,24 @@ line, and unknown ones TypeError. All other errors are classes of `mckpt.errors`
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from mckpt import checking, formats
 from mckpt.checking import Checked
 from mckpt.checkpoint import checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.planning import FormOf, Plan
 from mckpt.conversion.pushing import Pushed
-from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats import foreign
-from mckpt.geometry.parallel import Parallel
+from mckpt.geometry.parallel import Parallel as Parallel
+from mckpt.keywords import MegatronOptions, MoveKeywords, Options, RunKeywords, keywords
+from mckpt.options import SIZES, AdapterOptions, PlaceOptions, SourceOptions, TargetOptions
 from mckpt.progress import OnProgress, watched
-from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
     from threading import Event
@@ -102,164 +100,18 @@ class Checkpoint(checkpoint.Checkpoint):
 
 
 Source = Union[str, Path, checkpoint.Checkpoint]  # noqa: UP007
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Sizes(TypedDict, total=False):
-    """The parallel layout of a Megatron target; `Options` explains its keywords."""
-
-    tp: int
-    pp: int
-    vpp: int
-    ep: int
-    etp: int
-    first_stage_layers: int
-    last_stage_layers: int
-    account_for_embedding: bool
-    account_for_loss: bool
-    layout: str
-    parallel: Parallel
-
-
-class MegatronOptions(Sizes, total=False):
-    """The options of a conversion between Megatron checkpoints; `Options` explains them."""
-
-    format: Literal["torch_dist", "torch", "hf"]
-    dtype: Literal["bf16", "fp16", "fp32"]
-    dialect: str
-    transformer_impl: Literal["transformer_engine", "local"]
-    grouped_experts: bool
-    divisible_by: int
-    layer_keys: Literal["stacked", "per_layer"]
-    common_as_object: bool
-    megatron_version: str
-    run_config: bool
-    no_optimizer: bool
-    keep_padding: bool
-    allow_inexact: Iterable[str]
-    overwrite: bool
-    update_tracker: bool
-
-
-class Options(MegatronOptions, total=False):
-    """The keywords of a conversion. A function may take some of them only, and its signature lists
-    those.
-
-    format: of the new checkpoint: torch_dist or torch of Megatron, or hf.
-    dtype: bf16, fp16 or fp32, to which every tensor is cast; without it each keeps its own.
-    overwrite: replaces a checkpoint in `dst` when the new one is complete.
-    allow_inexact: differences to accept, by the names that errors print.
-    keep_padding: keeps all rows of the padded vocabulary.
-    no_adapter: leaves out the adapter beside the weights of a Hugging Face source.
-
-    Parallel sizes of a Megatron target. Without them they are those of the source; from Hugging
-    Face they are 1:
-
-    tp, pp, vpp, ep: tensor-, pipeline-, virtual pipeline- and expert-parallel size.
-    etp: tensor-parallel size of the experts; without it, as tp.
-    first_stage_layers, last_stage_layers, account_for_embedding, account_for_loss, layout: uneven
-        pipelines, as Megatron's flags describe them.
-    parallel: all of these at once, as a mckpt.Parallel, such as that of another checkpoint.
-
-    Of a Megatron target:
-
-    dialect: gpt or hybrid: the model of Megatron-Core whose names are written.
-    transformer_impl: transformer_engine or local: the layer spec whose names are written.
-    grouped_experts: True stores experts as --moe-grouped-gemm does, False one module for each.
-    divisible_by: pads the vocabulary to a multiple of this number times tp.
-    layer_keys: stacked has one key for all layers, per_layer one for each.
-    common_as_object: stores args and iteration inside the checkpoint, as megatron-core 0.19 does.
-    megatron_version: of the megatron-core that will load it, such as "0.19".
-    run_config: writes run_config.yaml, from which Megatron-Bridge loads.
-    no_optimizer: writes the weights only.
-    target_iteration: writes iter_N instead of release.
-    update_tracker: makes the tracker file name the new checkpoint in any case.
-
-    Of a Hugging Face directory:
-
-    tokenizer: the directory of the tokenizer and other side files.
-    max_shard_size: bytes of the largest safetensors file, or text such as "2GB".
-    quantize: fp8, mxfp8 or nvfp4: quantises the weights of linear layers.
-    """
-
-    target_iteration: int
-    tokenizer: str | Path
-    no_adapter: bool
-    max_shard_size: int | str
-    quantize: Literal["fp8", "mxfp8", "nvfp4"]
-
-
-class MoveOptions(TypedDict, total=False):
-    """The options of moving bytes; `Plan.run` explains them."""
-
-    max_memory: int | str
-    threads: int
-    checksum: Literal["crc32", "sha256", "none"]
-    allow_overflow: bool
-    progress: OnProgress | None  # called with how far the run is
-    cancel: Event | None  # ends the run once it is set; the same call continues
-
-
-class RunOptions(MoveOptions, total=False):
-    """The options of a run; `Plan.run` explains them."""
-
-    resume: bool
-    check_replicas: bool
-    engine: Literal["local", "ray"]
-
-
-class _Conversion(Options, RunOptions, total=False):
+class _Conversion(Options, RunKeywords, total=False):
     """The options of a conversion and of its run."""
 
 
-class _Write(Options, MoveOptions, total=False):
+class _Write(Options, MoveKeywords, total=False):
     """The options of a conversion whose source is a stream."""
 
 
-class _Reshard(MegatronOptions, RunOptions, total=False):
+class _Reshard(MegatronOptions, RunKeywords, total=False):
     """The options of a conversion between Megatron checkpoints and of its run."""
-
-
-_SIZES = tuple(name for name in Sizes.__annotations__ if name != "parallel")
-_DESTINATION = ("overwrite", "update_tracker")
-_TARGET = {field.name: field.default for field in fields(TargetOptions)}
-# the keywords with a default of their own; the default of the others depends on the source
-_DEFAULTS = {
-    **{name: default for name, default in _TARGET.items() if default is not MISSING},
-    **{name: p.default for name, p in inspect.signature(Plan.run).parameters.items()},
-    **dict.fromkeys(_DESTINATION, False),
-    "format": None,
-}
-
-
-def _lists(options: Any) -> Callable[[F], F]:
-    """Returns a decorator that lets help() list the keywords of a TypedDict with their defaults,
-    and that raises TypeError for any others.
-    """
-
-    def decorate(function: F) -> F:
-        own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        for name, kind in options.__annotations__.items():
-            annotation, default = getattr(kind, "__forward_arg__", kind), _DEFAULTS.get(name)
-            if default is None and not annotation.endswith("| None"):
-                annotation = f"{annotation} | None"
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(
-                inspect.Parameter(name, keyword, default=default, annotation=annotation)
-            )
-        signature = own.replace(parameters=parameters)
-
-        @functools.wraps(function)
-        def checked(*positional: Any, **keywords: Any) -> Any:
-            signature.bind(*positional, **keywords)
-            return function(*positional, **keywords)
-
-        # mypy knows neither this attribute of functions nor that `checked` takes what F takes
-        checked.__signature__ = signature  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
-
-    return decorate
 
 
 def open(
@@ -300,10 +152,11 @@ def open(
         return opened
     from mckpt.adapters import merging, peft
 
-    return merging.merge(opened, peft.open_adapter(adapter, peft.Experts(expert_a, expert_b)))
+    experts = AdapterOptions(expert_a=expert_a, expert_b=expert_b)
+    return merging.merge(opened, peft.open_adapter(adapter, experts))
 
 
-@_lists(Options)
+@keywords(Options)
 def plan(src: Source, dst: str | Path, **options: Unpack[Options]) -> Plan:
     """Returns the plan that converts `src` to `dst`, proved from headers. Writes nothing.
 
@@ -316,10 +169,11 @@ def plan(src: Source, dst: str | Path, **options: Unpack[Options]) -> Plan:
     compute, CoverError if the proof fails, and DestinationError if `dst` is occupied.
     """
     source = _opened(src)
-    return planning.make_plan(source, dst, _target(source, options), **_place(options))
+    place = PlaceOptions.of(options).values()
+    return planning.make_plan(source, dst, _target(source, options), **place)
 
 
-@_lists(_Conversion)
+@keywords(_Conversion)
 def convert(
     src: Source,
     dst: str | Path,
@@ -338,7 +192,7 @@ def convert(
     return _write(source, dst, _target(source, options), options)
 
 
-@_lists(_Write)
+@keywords(_Write)
 def write(
     dst: str | Path,
     config: Mapping[str, Any] | str | Path,
@@ -373,17 +227,17 @@ def write(
     from mckpt.conversion import streaming
 
     streaming.refuse_url(dst)
-    run = _run_settings(options)
+    run = _settings(options)
     file = None if mapping is None else str(mapping)
     described = SourceOptions(None, family, file, vocab_size, settings or {}, no_mtp=no_mtp)
     with streaming.opened(config, tensors, described, dtypes or {}) as (source, stream):
-        target, place = _target(source, options), _place(options)
+        target, place = _target(source, options), PlaceOptions.of(options).values()
         form = functools.partial(planning.form_of_weights, same_format=True)
         planned = planning.make_plan(source, dst, target, form, **place)
         return streaming.run(planned, stream, run)
 
 
-@_lists(_Reshard)
+@keywords(_Reshard)
 def reshard(
     src: Source,
     dst: str | Path,
@@ -403,11 +257,11 @@ def reshard(
     return _write(source, dst, _target(source, kept), options)
 
 
-@_lists(RunOptions)
+@keywords(RunKeywords)
 def repair(
     src: Source,
     dst: str | Path,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RunKeywords],
 ) -> dict[str, Any] | None:
     """Writes a training checkpoint again, as torch_dist that loads at any parallel sizes.
 
@@ -418,7 +272,7 @@ def repair(
     return None if target is None else _write(source, dst, target, options)
 
 
-@_lists(_Conversion)
+@keywords(_Conversion)
 def adapter_to_megatron(
     adapter: str | Path,
     base: Source,
@@ -445,13 +299,14 @@ def adapter_to_megatron(
     from mckpt.adapters.checkpoint import of_peft
 
     described = _opened(base)
-    source = of_peft(peft.open_adapter(adapter, peft.Experts(expert_a, expert_b)), described)
+    stated = AdapterOptions(how, expert_a, expert_b)
+    source = of_peft(peft.open_adapter(adapter, stated), described)
     target = _target(described, {"format": formats.MEGATRON, **options})
     form = functools.partial(forms.form_adapters, how=how)
     return _write(source, dst, target, options, form)
 
 
-@_lists(RunOptions)
+@keywords(RunKeywords)
 def adapter_to_hf(
     src: str | Path,
     dst: str | Path,
@@ -460,7 +315,7 @@ def adapter_to_hf(
     like: str | Path | None = None,
     iteration: int | None = None,
     overwrite: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Writes the adapters of a Megatron checkpoint as a directory of PEFT, and returns the content
     of mckpt.json.
@@ -582,7 +437,7 @@ def with_factors(source: Source) -> checkpoint.Checkpoint:
 def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> TargetOptions:
     """Returns the target that the keywords describe."""
     given = {name: value for name, value in options.items() if value is not None}
-    sizes = {name: given[name] for name in _SIZES if name in given}
+    sizes = {name: given[name] for name in SIZES if name in given}
     parallel = given.get("parallel")
     sized = [*sizes, *(["parallel"] if parallel else [])]
     format = given.get("format")
@@ -592,29 +447,10 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
         raise UsageError(
             f"{', '.join(sized)}: a Hugging Face directory has no parallel sizes; leave them out"
         )
-    if "divisible_by" in given and not formats.get(format).megatron:  # the option has a default
-        raise UsageError("divisible_by: a Hugging Face directory pads no vocabulary; leave it out")
-    if parallel is not None and not isinstance(parallel, Parallel):
-        raise UsageError(f"parallel is {parallel!r}, and must be a mckpt.Parallel")
-    own = {name: given[name] for name in _TARGET if name in given}
-    if "max_shard_size" in own:
-        own["max_shard_size"] = parse_size(own["max_shard_size"], "--max-shard-size")
-    return TargetOptions(
-        **{
-            **own,
-            "format": format,
-            "parallel": (parallel or source.parallel).with_(**sizes),
-        }
-    )
-
-
-def _place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords that concern the destination."""
-    given = {name: options.get(name, False) for name in _DESTINATION}
-    for name, value in given.items():
-        if type(value) is not bool:
-            raise UsageError(f"{name} is {value!r}, and must be True or False")
-    return given
+    if parallel is not None:
+        TargetOptions(parallel=parallel)  # raises the error for another type
+    parallel = (parallel or source.parallel).with_(**sizes)
+    return TargetOptions.of(given, format=format, parallel=parallel)
 
 
 def _write(
@@ -625,22 +461,14 @@ def _write(
     form_of: FormOf | None = None,
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
-    _run_settings(options)  # refuses wrong values before the plan is made
-    planned, manifest = planning.plan_or_find(
-        source, dst, target, form_of=form_of, **_place(options)
-    )
-    return manifest or planned.run(**_run_options(options))
+    run = _settings(options)  # refuses wrong values before the plan is made
+    place = PlaceOptions.of(options).values()
+    planned, manifest = planning.plan_or_find(source, dst, target, form_of=form_of, **place)
+    return manifest or planned.run_with(run)
 
 
-def _run_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords that concern the run."""
-    return {n: options[n] for n in RunOptions.__annotations__ if options.get(n) is not None}
-
-
-def _run_settings(options: Mapping[str, Any]) -> RunSettings:
+def _settings(options: Mapping[str, Any]) -> RunSettings:
     """Returns the settings of the run that the keywords describe."""
     from mckpt.conversion.moving import RunSettings
 
-    run = _run_options(options)
-    progress = watched(run.pop("progress", None), run.pop("cancel", None))
-    return RunSettings.of(**run, progress=progress)
+    return RunSettings.of(options)

@@ -5,7 +5,7 @@ A message names the thing, the place, the numbers and the cure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # Problems that one error prints; the rest are counted. A wrong --tp would otherwise print one line
 # per tensor.
@@ -48,6 +48,8 @@ def printable(text: str) -> str:
 
 # Whether errors name options as the command line does: --overwrite, not overwrite=True.
 _options_shown = False
+# Returns a line with options as keywords. `options`, which knows them, sets it.
+in_keywords: Callable[[str], str] = str
 
 
 def show_options(on: bool) -> bool:
@@ -64,8 +66,6 @@ def _worded(line: str) -> str:
     line = printable(shown(line))
     if _options_shown or "--" not in line:
         return line
-    from mckpt.wording import in_keywords
-
     return in_keywords(line)
 
 

@@ -18,7 +18,6 @@ from mckpt.adapters.fitting import Fit, fit
 from mckpt.adapters.peft import PeftAdapter, is_alpha, rules
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.model import ModelDescription
 from mckpt.errors import SourceError, UsageError, shown
@@ -39,6 +38,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
 from mckpt.mapping.schema import MAGNITUDE
+from mckpt.options import SourceOptions
 from mckpt.storage.files import read_file
 from mckpt.values.adding import FACTORS, ROW_WISE, Factor
 

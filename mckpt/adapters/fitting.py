@@ -215,7 +215,7 @@ class _Fitting:
         if square:
             name = f"{square[0].name} [{square[0].a.shape[1]}, {square[0].b.shape[0]}]"
             config = self.adapter.config
-            version, stated = config.get("peft_version"), self.adapter.experts.a
+            version, stated = config.get("peft_version"), self.adapter.experts.expert_a
             told = turned_by_version(version, self.names.mapping.name)
             why = ""
             if stated is not None:
@@ -238,13 +238,13 @@ class _Fitting:
                 f" the {side}, by {why}"
             )
         marked = self.adapter.config.get("lora_B_layout")
-        order = self.adapter.experts.b or marked or "rank_major"
+        order = self.adapter.experts.expert_b or marked or "rank_major"
         auto = self.adapter.config.get("auto_mapping")
         unsloth = isinstance(auto, dict) and auto.get("unsloth_fixed")
         unsettled = any(one.experts > 1 and one.rank > 1 for one in self.experts)
         if unsettled and order != "rank_major":
             notes.append("the columns of the factors B of experts are read grouped by expert")
-        elif unsettled and unsloth and not (marked or self.adapter.experts.b):
+        elif unsettled and unsloth and not (marked or self.adapter.experts.expert_b):
             notes.append(
                 "the adapter was trained with Unsloth, and its experts are read as PEFT reads"
                 " them. If Unsloth was older than September 2026, it computed with the columns of B"

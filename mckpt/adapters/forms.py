@@ -20,7 +20,6 @@ from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
 from mckpt.adapters.factors import AdapterNames, Place
 from mckpt.adapters.peft import (
     NOT_FINITE,
-    Experts,
     PeftAdapter,
     is_peft,
     open_adapter,
@@ -28,14 +27,13 @@ from mckpt.adapters.peft import (
 )
 from mckpt.adapters.peft_writing import PEFT, Adapted, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.args import Decided, args_of, bridge_files
 from mckpt.conversion.plan_data import Form
 from mckpt.conversion.planning import form_of_weights, make_plan
 from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import At, TargetOptions
+from mckpt.conversion.target import At
 from mckpt.conversion.to_megatron import Beside, decide, name_of_iteration, side_of
 from mckpt.errors import SourceError, UsageError, shown
 from mckpt.formats import carried, places
@@ -52,6 +50,7 @@ from mckpt.formats.megatron.save_directory import iteration_name
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
+from mckpt.options import AdapterOptions, SourceOptions, TargetOptions
 from mckpt.storage.files import TargetFile
 from mckpt.storage.manifest import Facts
 from mckpt.values import dtypes
@@ -75,7 +74,7 @@ def opened_adapter(
     path: str | Path,
     base: Checkpoint,
     alpha: float | None = None,
-    experts: Experts | None = None,
+    experts: AdapterOptions | None = None,
 ) -> Iterator[PeftAdapter]:
     """Yields an adapter of PEFT, or those of a Megatron checkpoint as one of PEFT.
 
@@ -101,10 +100,8 @@ def form_adapters(
     """Returns the form of a checkpoint of Megatron's adapters, with the weights if `source` has
     them beside its factors.
 
-    how: one of `placing.LAYOUTS`; None: fused, or canonical if only that can hold the factors.
+    how: None: fused, or canonical if only that can hold the factors.
     """
-    if how not in (None, *placing.LAYOUTS):
-        raise UsageError(f"layout is {how!r}, and must be {', '.join(placing.LAYOUTS)}")
     if (weights := source.base) is not None:
         if "optimizer" in source.left_behind() and not target.no_optimizer:
             raise UsageError(
@@ -122,8 +119,8 @@ def form_adapters(
     else:  # the optimizer of the base is that of other parameters
         described = Checkpoint(source.files, source.model)
         if swift and target.target_iteration is None:  # ms-swift reads no release
-            target = replace(target, target_iteration=1)
-        name, target = iteration_name(target.target_iteration), replace(target, no_optimizer=True)
+            target = target.with_(target_iteration=1)
+        name, target = iteration_name(target.target_iteration), target.with_(no_optimizer=True)
     destination = at(name, format)
     decided = decide(described, destination, target)
     if decided.optimizer:
@@ -213,7 +210,7 @@ class _Held:
 def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Beside:
     """Returns the factors of `source` as adapters beside the weights of a new checkpoint.
 
-    how: one of `placing.LAYOUTS`; None: fused, or canonical if only that can hold the factors.
+    how: None: fused, or canonical if only that can hold the factors.
     """
     if (how or "").startswith("swift"):
         raise UsageError(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mckpt.containers import safetensors
 from mckpt.containers.entries import Entries, Kind
@@ -20,6 +20,7 @@ from mckpt.geometry.box import row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping.nodes import FOLDER, Node, parse
 from mckpt.mapping.patterns import Pattern, PatternError, pattern
+from mckpt.options import AdapterOptions
 from mckpt.storage.descriptors import pread
 from mckpt.storage.files import opened
 from mckpt.values.adding import FACTORS, Factor
@@ -61,14 +62,7 @@ def _pattern(text: str) -> str:
     return re.escape(text).replace(r"\{name\}", r"[^.]+")
 
 
-class Experts(NamedTuple):
-    """What the user states of an adapter whose experts are one parameter."""
-
-    a: str | None = None  # the side that A multiplies, of square matrices: "input" or "output"
-    b: str | None = None  # the order of the columns of B: "rank_major" or "grouped_by_expert"
-
-
-AS_STORED = Experts()  # as the files state it
+AS_STORED = AdapterOptions()  # as the files state it
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class PeftAdapter:
     modules: Mapping[str, Mapping[str, int]]
     whole: Mapping[str, int]  # key of a tensor that replaces one of the base -> row of `entries`
     made_of: tuple[str, ...] = ()  # the files of which temporary `files` were made
-    experts: Experts = AS_STORED
+    experts: AdapterOptions = AS_STORED
 
     def key(self, row: int) -> str:
         """Returns the key of a stored tensor, as it is in the file."""
@@ -267,7 +261,7 @@ def is_peft(path: Path) -> bool:
     return is_adapter(path)
 
 
-def open_adapter(path: str | Path, experts: Experts | None = None) -> PeftAdapter:
+def open_adapter(path: str | Path, experts: AdapterOptions | None = None) -> PeftAdapter:
     """Opens an adapter of PEFT: a directory, a name on the Hub or a URL.
 
     experts: how to read the factors of 3-D experts.

@@ -17,14 +17,13 @@ from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.mapping.schema import MAGNITUDE
 
-LAYOUTS = ("fused", "block", "canonical", "swift", "swift-block")
 EQUAL = "equals the factor A of another weight of its linear, of which Megatron has one"
 
 
 class Chosen(NamedTuple):
     """How the factors of an adapter lie in a new checkpoint."""
 
-    how: str  # one of LAYOUTS
+    how: str  # as AdapterOptions has it
     names: AdapterNames
     members: dict[Place, Member]  # the place of the factors of each weight in those of its module
     equal: set[Place]  # factors A that equal another one of their module
@@ -36,7 +35,7 @@ def choose(
 ) -> Chosen:
     """Returns how the factors of an adapter lie in a new checkpoint.
 
-    how: one of LAYOUTS; None: fused, or canonical if weights of one linear have different factors A
+    how: None: fused, or canonical if weights of one linear have different factors A
     and canonical has a place for each. whole: the weights are in the checkpoint as well.
 
     Raises UsageError for factors that adapters of Megatron-Bridge cannot have.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mckpt import mapping
 from mckpt.checkpoint import description, masters
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles, open_files
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.checkpoint.model import ModelDescription
@@ -23,6 +22,7 @@ from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
+from mckpt.options import SourceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,7 +79,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             try:
                 _ = self.mapping
             except MappingError:
-                return self.open(self.path, replace(self.files.options, mapping=theirs))
+                return self.open(self.path, self.files.options.with_(mapping=theirs))
         return self
 
     def with_dims(self, dims: Dims) -> Self:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mckpt import formats
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MckptError, SourceError, UsageError, counted, shown
 from mckpt.formats import foreign, places
 from mckpt.formats.base import Opened
@@ -35,6 +34,7 @@ from mckpt.formats.megatron.save_directory import (
     verl_hf,
     verl_weights,
 )
+from mckpt.options import SourceOptions
 from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.files import read_file
 from mckpt.storage.manifest import Manifest, Recorded
@@ -175,7 +175,7 @@ class CheckpointFiles:
     def __reduce__(self) -> tuple[Any, ...]:
         # opened anew: a pickle of open headers would be large
         like = self.options.like and shown(str(self.options.like))
-        return open_files, (shown(str(self.path)), replace(self.options, like=like))
+        return open_files, (shown(str(self.path)), self.options.with_(like=like))
 
 
 def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
@@ -189,7 +189,7 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
     """
     local = places.local(path)
     if options.like is not None:
-        options = replace(options, like=places.local(options.like, weights=False))
+        options = options.with_(like=places.local(options.like, weights=False))
     if not local.exists():
         raise SourceError(f"{local}: does not exist{places.hint(local)}")
     sparse_copy.refuse_empty(local)

@@ -9,7 +9,6 @@ from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, counted
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names
@@ -17,6 +16,7 @@ from mckpt.formats.hf_config import CONFIG, parse_config, read_config
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.mapping.rule import Bound
+from mckpt.options import SourceOptions
 from mckpt.storage.staging import unfinished
 from mckpt.values.dtypes import itemsize
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint import description
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.logical import Reader
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
@@ -29,6 +28,7 @@ from mckpt.formats.megatron.run_config import (
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
+from mckpt.options import SourceOptions
 from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.staging import MANIFEST
 
@@ -54,7 +54,7 @@ class ModelDescription:
         options, recorded = self.files.options, self.files.manifest
         # --mapping may also give the name of a family that mckpt has
         if options.mapping and not options.mapping.endswith((".yaml", ".yml")):
-            return replace(options, mapping=None, family=options.mapping)
+            return options.with_(mapping=None, family=options.mapping)
         if options.mapping or options.family:
             return options
         like, kept = Path(options.like) if options.like else None, None
@@ -63,9 +63,9 @@ class ModelDescription:
         if kept is None and self.files.side_directory is not None:
             kept = description.kept_mapping(self.files.side_directory, recorded)
         if kept is not None:
-            return replace(options, mapping=str(kept))
+            return options.with_(mapping=str(kept))
         family = recorded.get("family")
-        return replace(options, family=family) if family in mapping.names("hf") else options
+        return options.with_(family=family) if family in mapping.names("hf") else options
 
     @cached_property
     def mapping(self) -> MappingFile:

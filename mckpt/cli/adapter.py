@@ -17,6 +17,7 @@ from mckpt.cli.options import PATH, Options, command, json_option
 from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
 from mckpt.formats.hf_config import ADAPTER
+from mckpt.options import AdapterOptions
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -40,12 +41,11 @@ def adapter() -> None:
 )
 @shared.hf_target_options
 @shared.dialect_option("target-", otherwise="the base's; from Hugging Face, gpt")
-@shared.no_optimizer_option
-@shared.keep_padding_option
+@shared.of_target("no_optimizer keep_padding")
 @shared.megatron_source_options
 @shared.megatron_target_options
 @shared.alpha_option
-@shared.experts_option
+@shared.of_adapter("expert_a expert_b")
 @shared.family_options
 @shared.conversion_options
 def merge(
@@ -67,7 +67,7 @@ def merge(
     if os.path.realpath(adapter) == os.path.realpath(dst):
         raise UsageError(f"DST is the adapter itself, {adapter}; give another directory")
     plain = shared.open_source(base, options)
-    with forms.opened_adapter(adapter, plain, alpha, shared.experts_of(options)) as found:
+    with forms.opened_adapter(adapter, plain, alpha, AdapterOptions.of(options)) as found:
         _write_merged(merging.merge(plain, found), dst, target_format, options)
 
 
@@ -141,12 +141,11 @@ def inspect(path: Path, as_json: bool, alpha: float | None, **options: Any) -> N
 @click.argument("adapter", type=PATH)
 @click.argument("base", type=PATH)
 @shared.destination_argument
-@shared.adapter_layout_option
+@shared.of_adapter("how")
 @shared.new_checkpoint_options
 @shared.dialect_option(otherwise="that of the base, or of its family, else gpt")
-@shared.like_option
-@shared.vocab_size_option
-@shared.experts_option
+@shared.of_source("like vocab_size")
+@shared.of_adapter("expert_a expert_b")
 @shared.megatron_target_options
 @shared.family_options
 @shared.conversion_options
@@ -163,7 +162,7 @@ def to_megatron(
     from mckpt.geometry.parallel import Parallel
 
     described = shared.open_source(base, options)
-    source = of_peft(peft.open_adapter(adapter, shared.experts_of(options)), described)
+    source = of_peft(peft.open_adapter(adapter, AdapterOptions.of(options)), described)
     parallel = Parallel().with_(**shared.parallel_sizes(options))
     target = shared.make_target(options, target_format, parallel)
     form = partial(forms.form_adapters, how=how)
@@ -197,7 +196,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
     type=shared.MEGATRON_FORMATS,
     help="Format of the new checkpoint. Without it, the source's.",
 )
-@shared.no_optimizer_option
+@shared.of_target("no_optimizer")
 @shared.megatron_target_options
 @shared.conversion_options
 def reshard(

@@ -16,8 +16,7 @@ from mckpt.errors import counted
 
 @command()
 @click.argument("path", type=PATH)
-@shared.iteration_option
-@shared.like_option
+@shared.of_source("iteration like")
 @shared.family_options
 @click.option(
     "--threads",

@@ -20,13 +20,15 @@ from mckpt.cli.iterations import Outcome, repeated
 from mckpt.cli.options import Options, command, json_option
 from mckpt.cli.terminal import document, echo
 from mckpt.errors import DestinationError, UsageError, counted
+from mckpt.options import PlaceOptions
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
+    from mckpt.conversion.moving import RunSettings
     from mckpt.conversion.planning import FormOf, Plan
-    from mckpt.conversion.target import TargetOptions
     from mckpt.execute.ranks import Ranks
+    from mckpt.options import TargetOptions
 
 # processes that merge an adapter, and the bytes of the target from which each is worth its start
 MOST_PROCESSES, LEAST_BYTES = 8, 512 << 20
@@ -38,12 +40,15 @@ MOST_PROCESSES, LEAST_BYTES = 8, 512 << 20
 @shared.new_checkpoint_options
 @shared.dialect_option(otherwise="that of the model's family, else gpt")
 @shared.megatron_target_options
-@shared.no_adapter_option
+@shared.of_target("no_adapter")
 @shared.adapter_option
-@shared.experts_option
-@shared.adapter_layout_option
+@shared.of_adapter("expert_a expert_b how")
 @shared.family_options
-@shared.stream_option
+@shared.conversion_option(
+    "--stream",
+    is_flag=True,
+    help="Read a model on the Hub without downloading it: only the output needs disk space.",
+)
 @shared.conversion_options
 def hf_to_megatron(
     src: Path, dst: Path, target_format: str, how: str | None, **options: Any
@@ -75,10 +80,14 @@ def hf_to_megatron(
 @shared.source_argument
 @shared.destination_argument
 @shared.hf_target_options
-@shared.keep_padding_option
-@shared.no_adapter_option
+@shared.of_target("keep_padding no_adapter")
 @shared.megatron_source_options
-@shared.merge_option
+@shared.conversion_option(
+    "--merge",
+    is_flag=True,
+    help="Of a Megatron checkpoint with weights and adapters (LoRA): write the weights with the"
+    " adapters added to them. Without it, the adapters are written as a directory of PEFT.",
+)
 @shared.alpha_option
 @shared.family_options
 @shared.conversion_options
@@ -137,8 +146,7 @@ def _adapters_to_hf(
     " mckpt only reads.",
 )
 @shared.dialect_option("target-", otherwise="the source's")
-@shared.no_optimizer_option
-@shared.keep_padding_option
+@shared.of_target("no_optimizer keep_padding")
 @shared.megatron_source_options
 @shared.megatron_target_options
 @shared.family_options
@@ -198,15 +206,13 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
 )
 @shared.hf_target_options
 @shared.dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
-@shared.no_optimizer_option
-@shared.keep_padding_option
+@shared.of_target("no_optimizer keep_padding")
 @shared.megatron_source_options
 @shared.megatron_target_options
-@shared.no_adapter_option
+@shared.of_target("no_adapter")
 @shared.family_options
-@shared.dtype_option
-@shared.inexact_option
-@shared.overwrite_option
+@shared.of_target("dtype allow_inexact")
+@shared.of_place("overwrite")
 @shared.html_option
 @json_option
 def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> None:
@@ -262,15 +268,15 @@ def carry_out(
     return _write(source, dst, target, options, settings, ranks, form_of)
 
 
-def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
-    """Returns the arguments of `Plan.run`. Raises UsageError for options that exclude each other
-    in a process that is one of `ranks`.
+def _settings(options: Options, ranks: Ranks) -> RunSettings:
+    """Returns the settings of the run. Raises UsageError for options that exclude each other in a
+    process that is one of `ranks`.
     """
-    from mckpt.values.sizes import parse_size, refuse_little
+    from mckpt.conversion.moving import RunSettings
 
     workers = options["workers"] or 1
-    max_memory = parse_size(options["max_memory"], "--max-memory")
-    refuse_little(max_memory, options["threads"])
+    on_note = functools.partial(terminal.print_note, as_json=options["as_json"])
+    settings = RunSettings.of(options, on_note=on_note)
     if options["engine"] == "ray":
         from mckpt.execute import ray_tasks
 
@@ -281,13 +287,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
                 f"--engine ray and {other} both share the work; use one of them: with Ray, one"
                 " process runs the command"
             )
-    names = ("threads", "checksum", "allow_overflow", "resume", "engine")
-    return {
-        "max_memory": max_memory,
-        "check_replicas": options.get("check_replicas", False),
-        "on_note": functools.partial(terminal.print_note, as_json=options["as_json"]),
-        **{name: options[name] for name in names},
-    }
+    return settings
 
 
 def _print_plan(
@@ -301,7 +301,9 @@ def _print_plan(
     from mckpt.conversion import planning
 
     # helps: print the plan even if `dst` is occupied; the check below raises that error
-    planned = planning.make_plan(source, dst, target, form_of, helps=True, **_place(options))
+    planned = planning.make_plan(
+        source, dst, target, form_of, helps=True, **PlaceOptions.of(options).values()
+    )
     as_json = options["as_json"]
     print_note = functools.partial(terminal.print_note, as_json=as_json)
     document(json.dumps(planned.json()) if as_json else planned.summary())
@@ -323,27 +325,19 @@ def _print_plan(
             raise error.with_hint(*filter(None, [why])) from None
 
 
-def _place(options: Options) -> dict[str, Any]:
-    """Returns the options that concern the destination, as arguments of `make_plan`."""
-    return {name: options.get(name, False) for name in ("overwrite", "update_tracker")}
-
-
 def _write(
     source: Checkpoint,
     dst: Path,
     target: TargetOptions,
     options: Options,
-    settings: dict[str, Any],
+    settings: RunSettings,
     ranks: Ranks,
     form_of: FormOf | None = None,
 ) -> Outcome | None:
-    """Plans and writes the target, unless `dst` holds it already.
-
-    settings: the arguments of `Plan.run`.
-    """
+    """Plans and writes the target, unless `dst` holds it already."""
     from mckpt.conversion import planning
 
-    workers, as_json, print_note = options["workers"], options["as_json"], settings["on_note"]
+    workers, as_json, print_note = options["workers"], options["as_json"], settings.on_note
     planned, manifest = planning.plan_or_find(
         source,
         dst,
@@ -351,7 +345,7 @@ def _write(
         helps=ranks.rank > 0,
         on_note=print_note,
         form_of=form_of,
-        **_place(options),
+        **PlaceOptions.of(options).values(),
     )
     path, nbytes = str(planned.destination.path), planned.nbytes
     size = f"{nbytes:,} bytes in {counted(len(planned.outputs), 'file')}"
@@ -370,7 +364,7 @@ def _write(
     import mckpt.conversion.run  # noqa: F401
 
     if ranks.rank > 0:
-        planned.run(**settings, ranks=ranks)
+        planned.run_with(settings, ranks)
         return None
     if not as_json and "many" not in options:
         document(planned.summary(), err=True)
@@ -401,20 +395,20 @@ def _processes(planned: Plan, threads: int) -> int:
 
 
 def _run(
-    planned: Plan, settings: dict[str, Any], ranks: Ranks, num_workers: int, as_json: bool
+    planned: Plan, settings: RunSettings, ranks: Ranks, num_workers: int, as_json: bool
 ) -> dict[str, Any]:
     """Runs the plan as rank 0, with workers and progress; returns the manifest."""
     others: AbstractContextManager[Ranks] = nullcontext(ranks)
     if num_workers > 1:
         from mckpt.execute.threads import workers
 
-        others = workers(num_workers, lambda rank: planned.run(**settings, ranks=rank))
+        others = workers(num_workers, lambda rank: planned.run_with(settings, rank))
     try:
         with others as all_ranks, terminal.showing("writing", as_json) as shown:
-            return planned.run(**settings, ranks=all_ranks, progress=shown)
+            return planned.run_with(settings.with_(progress=shown), all_ranks)
     finally:
         for folder, left in planned.destination.left_over():
-            settings["on_note"](
+            settings.on_note(
                 f"left by an interrupted run of another plan: {folder}, {left:,} bytes; remove it"
                 " if it is not wanted"
             )

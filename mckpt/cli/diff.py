@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 @command()
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@shared.like_option
-@shared.vocab_size_option
+@shared.of_source("like vocab_size")
 @shared.family_options
 @click.option(
     "--atol",
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Compare the weights only, not the optimizer state that both have.",
 )
-@shared.overflow_option
+@shared.of_run("allow_overflow")
 @json_option
 def diff(
     a: Path,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @command()
 @click.argument("path", type=PATH)
-@shared.iteration_option
+@shared.of_source("iteration")
 @shared.family_options
 @click.option(
     "--megatron-args",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mckpt.cli.commands import SYNONYMS, name_variables, own_name
+from mckpt.options import Option, options_of
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 Options = Mapping[str, Any]  # the values of a command's options, by parameter name
@@ -151,6 +152,41 @@ command = functools.partial(click.command, cls=_Command)
 def in_section(title: str) -> Callable[..., Decorator]:
     """Returns `click.option` for options that the help lists under `title`."""
     return functools.partial(click.option, cls=_Option, section=title)
+
+
+def from_table(
+    table: type, names: str, prefix: str = "", flag: str = "", **changes: Any
+) -> Decorator:
+    """Returns options for these fields of a table, in this order.
+
+    prefix: in front of the first of two names of each, as in --target-tp and --tp. flag: the name
+    instead of that of the table. changes: to the arguments of `click.option`.
+    """
+    options = (options_of(table)[name] for name in names.split())
+    return together(*(_from_table(option, prefix, flag, changes) for option in options))
+
+
+def _from_table(option: Option, prefix: str, flag: str, changes: Mapping[str, Any]) -> Decorator:
+    kind, *others = option.kinds
+    given: dict[str, Any] = {"help": option.help, "metavar": option.word, "default": option.default}
+    if kind is bool and option.choices:
+        words = option.choices
+        given |= {"type": click.Choice(words), "default": words[option.default]}
+        given["callback"] = lambda ctx, param, word: words.index(word) == 1
+    elif kind is bool:
+        given["is_flag"] = True
+    elif option.choices:
+        given["type"] = click.Choice(option.choices)
+    elif option.path:
+        files, own = option.path == "file", Path if Path in others else None
+        given["type"] = click.Path(file_okay=files, dir_okay=not files, path_type=own)
+    elif kind in (int, float) and option.read is None:
+        given["type"] = WholeNumber(option.least) if kind is int else float
+    elif kind not in (int, str):
+        given |= {"multiple": True, "default": None}
+    flag = flag or "/".join(option.flags)
+    names = dict.fromkeys([f"--{prefix}{flag[2:]}", flag])
+    return in_section(option.section)(*names, option.name, **{**given, **changes})
 
 
 def together(*options: Decorator) -> Decorator:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mckpt import formats
 from mckpt.cli import shared, terminal
-from mckpt.cli.options import (
-    NOT_NEGATIVE,
-    PATH,
-    POSITIVE,
-    WholeNumber,
-    command,
-    in_section,
-    json_option,
-)
+from mckpt.cli.options import PATH, POSITIVE, command, from_table, json_option
 from mckpt.errors import UsageError, counted
+from mckpt.options import TrainOptions
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
@@ -29,108 +22,17 @@ if TYPE_CHECKING:
 # loss by more than a hundredth.
 SMALL_PADDING = 100
 
-DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-
-data_option = in_section("Steps and data")
-optimizer_option = in_section("Optimizer")
-saving_option = in_section("Saving")
+of_train = partial(from_table, TrainOptions)
 
 
 @command()
 @click.argument("checkpoint", type=PATH)
-@data_option(
-    "--steps",
-    type=POSITIVE,
-    required=True,
-    help="Total number of steps. With --resume it includes the steps of the earlier run.",
-)
-@data_option(
-    "--resume",
-    is_flag=True,
-    help="Continue with the optimizer, schedule and iteration of the checkpoint.",
-)
-@data_option(
-    "--data",
-    metavar="PATH",
-    help="Megatron .bin/.idx (the path without suffix), or .jsonl with tokens or text. Without it,"
-    " text that mckpt generates.",
-)
-@data_option(
-    "--tokenizer",
-    type=click.Path(file_okay=False),
-    help="Directory of the tokenizer, for .jsonl with text.",
-)
-@data_option("--global-batch-size", type=POSITIVE, default=8, help="Sequences in a step.")
-@data_option(
-    "--micro-batch-size",
-    type=POSITIVE,
-    default=1,
-    help="Sequences that one rank computes at once.",
-)
-@data_option(
-    "--seq-length",
-    type=WholeNumber(2),
-    help="Tokens in a sequence. Without it, the checkpoint's.",
-)
-@data_option("--seed", type=int, default=1234, metavar="N", help="Seed of the data order.")
-@optimizer_option("--lr", type=float, default=1e-4, metavar="X", help="Largest learning rate.")
-@optimizer_option(
-    "--min-lr", type=float, default=0.0, metavar="X", help="Learning rate at the end of the decay."
-)
-@optimizer_option(
-    "--warmup",
-    type=NOT_NEGATIVE,
-    default=0,
-    help="Steps of linear warmup, after which the rate follows a cosine.",
-)
-@optimizer_option(
-    "--decay-steps",
-    type=POSITIVE,
-    help="Steps over which the learning rate falls. Without it, --steps.",
-)
-@optimizer_option(
-    "--weight-decay", type=float, default=0.01, metavar="X", help="Weight decay of AdamW."
-)
-@optimizer_option(
-    "--clip-grad",
-    type=float,
-    default=1.0,
-    metavar="X",
-    help="Largest norm of the gradient; 0 does not clip.",
-)
-@optimizer_option(
-    "--dtype",
-    type=click.Choice(list(DTYPE_NAMES)),
-    default="bf16",
-    help="Dtype of the computation.",
-)
-@saving_option(
-    "--save",
-    type=click.Path(file_okay=False),
-    help="Save directory for weights and optimizer state. Without it, nothing is saved.",
-)
-@saving_option(
-    "--save-interval",
-    type=POSITIVE,
-    help="Save every N steps. Without it, after the last step only.",
-)
-@saving_option(
-    "--format",
-    type=click.Choice(formats.names(megatron=True, written=True)),
-    default=formats.MEGATRON,
-    help="Format of the saved checkpoints.",
-)
-@optimizer_option(
-    "--distributed-optimizer/--no-distributed-optimizer",
-    default=True,
-    help="Shard the optimizer state over the data-parallel ranks.",
-)
-@saving_option(
-    "--optimizer-format",
-    type=click.Choice(["fully_reshardable", "dp_reshardable"]),
-    default="fully_reshardable",
-    help="Layout in which torch_dist stores the state of a distributed optimizer.",
-)
+@of_train("steps", required=True, default=None)
+@of_train("resume data tokenizer global_batch_size micro_batch_size seq_length")
+@of_train("seed", type=int)
+@of_train("lr min_lr warmup decay_steps weight_decay clip_grad dtype save save_interval")
+@of_train("format", type=shared.MEGATRON_FORMATS)
+@of_train("distributed_optimizer optimizer_format")
 @shared.run_options("1")
 @shared.run_option(
     "--ranks",
@@ -139,9 +41,7 @@ saving_option = in_section("Saving")
     " of tp x cp and ep x etp. A multiple of that trains data-parallel.",
 )
 @json_option
-def train(
-    checkpoint: Path, ranks: int | None, device: str, dtype: str, as_json: bool, **options: Any
-) -> None:
+def train(checkpoint: Path, ranks: int | None, device: str, as_json: bool, **options: Any) -> None:
     """Train a Megatron checkpoint on Megatron-Core.
 
     Prints the loss of each step on stdout, and on stderr the device, the parallel sizes and where
@@ -176,7 +76,6 @@ def train(
             requirements.refuse_resume(opened, sizes)
     job = {
         "checkpoint": str(checkpoint.absolute()),
-        "dtype": DTYPE_NAMES[dtype],
         "json": as_json,
         **{name: value for name, value in options.items() if value is not None},
     }

@@ -10,60 +10,20 @@ import click
 
 from mckpt.cli import shared, terminal
 from mckpt.cli.options import (
-    DIRECTORY,
-    FILE,
     OUTPUT_FILE,
     PATH,
-    POSITIVE,
-    WholeNumber,
     command,
-    in_section,
     json_option,
 )
 from mckpt.cli.terminal import echo, echo_outcome, named
-
-comparison_option = in_section("Comparison")
 
 
 @command()
 @click.argument("hf", type=PATH)
 @click.argument("megatron", type=PATH)
-@comparison_option(
-    "--level",
-    type=click.Choice(["bytes", "forward", "train"]),
-    default="forward",
-    help="bytes compares tensors. forward also compares logits. train also compares the losses of"
-    " a few steps at two parallel layouts.",
-)
-@comparison_option(
-    "--tokens",
-    type=FILE,
-    help="More sequences of token ids: a text file with one JSON list a line, or .npy.",
-)
-@comparison_option(
-    "--sequences",
-    type=POSITIVE,
-    default=4,
-    help="Number of random sequences, from fixed seeds.",
-)
-@comparison_option(
-    "--length",
-    type=WholeNumber(2),
-    default=512,
-    help="Tokens in a random sequence, at most those that the model allows.",
-)
-@comparison_option(
-    "--steps", type=WholeNumber(2), default=4, help="Number of steps at --level train."
-)
-@comparison_option(
-    "--adapter",
-    type=DIRECTORY,
-    help="An adapter (LoRA) of PEFT that MEGATRON has merged into the weights of HF, or holds"
-    " alone.",
-)
-@shared.alpha_option
+@shared.of_verify("level tokens sequences length steps adapter alpha")
 @shared.run_options("the checkpoint's for torch files, else 1")
-@shared.iteration_option
+@shared.of_source("iteration")
 @shared.family_options
 @click.option(
     "--report", type=OUTPUT_FILE, help="Write everything that was measured to one HTML file."

@@ -12,7 +12,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.plan_data import true_vocab
-from mckpt.conversion.target import Destination, TargetOptions
+from mckpt.conversion.target import Destination
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.megatron import run_config
@@ -20,6 +20,7 @@ from mckpt.formats.megatron.interface import CHECKPOINT_VERSION, VERSION, Common
 from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.formats.megatron.save_directory import iteration_of
 from mckpt.mapping import MappingFile
+from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile, read_file
 
 # args that follow --transformer-impl; see parts/args.yaml

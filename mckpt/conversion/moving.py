@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,56 +11,29 @@ import numpy as np
 
 from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.errors import SourceError, UsageError
-from mckpt.execute.checksums import KINDS
 from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Session
 from mckpt.geometry.join import Joined
-from mckpt.progress import OnProgress
+from mckpt.options import RunOptions
+from mckpt.progress import OnProgress, watched
 from mckpt.storage.files import TargetFile
-from mckpt.values.sizes import parse_size, refuse_little
-
-ENGINES = ("local", "ray")
 
 
 def ignore(text: str) -> None:
     """Drops a note for the user. Unlike a lambda, it can be sent to another process."""
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """The settings of one run of a plan. `Plan.run` explains them.
+class RunSettings(RunOptions, frozen=True, dict=True):
+    """The settings of one run of a plan: its options, and what is called meanwhile."""
 
-    Raises UsageError for a value that a setting cannot have.
-    """
-
-    max_memory: int  # bytes
-    threads: int = 0
-    checksum: str = "crc32"
-    allow_overflow: bool = False
-    resume: bool = True
-    check_replicas: bool = False
-    engine: str = "local"
     progress: OnProgress | None = None
     on_note: Callable[[str], None] = ignore
 
-    def __post_init__(self) -> None:
-        if type(self.threads) is not int or self.threads < 0:
-            raise UsageError(f"threads is {self.threads!r}, and must be a whole number from 0 on")
-        for name, known in (("checksum", KINDS), ("engine", ENGINES)):
-            if (value := getattr(self, name)) not in known:
-                raise UsageError(f"{name} is {value!r}, and must be {' or '.join(known)}")
-        for name in ("allow_overflow", "resume", "check_replicas"):
-            if type(value := getattr(self, name)) is not bool:
-                raise UsageError(f"{name} is {value!r}, and must be True or False")
-
     @classmethod
-    def of(cls, max_memory: int | str = "64MiB", **others: Any) -> RunSettings:
-        """Returns the settings for the keywords of `Plan.run`, of which each has a default. Raises
-        UsageError for less memory than the threads need.
-        """
-        settings = cls(parse_size(max_memory, "--max-memory"), **others)
-        refuse_little(settings.max_memory, settings.threads)
-        return settings
+    def of(cls, given: Mapping[str, Any], **more: Any) -> RunSettings:
+        """Returns the settings; once the event `cancel` of `given` is set, the run ends."""
+        progress = watched(given.get("progress"), given.get("cancel"))
+        return super().of(given, **{"progress": progress} | more)
 
     @cached_property
     def cluster(self) -> Cluster | None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format, Names
 from mckpt.formats.megatron.optimizer import (
@@ -27,6 +26,7 @@ from mckpt.formats.megatron.optimizer import (
     state,
     unkept,
 )
+from mckpt.options import TargetOptions
 
 # keys of the common state that are kept with an optimizer
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")

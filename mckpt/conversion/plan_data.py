@@ -26,7 +26,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import Destination, TargetOptions
+from mckpt.conversion.target import Destination
 from mckpt.errors import counted, printable, shown
 from mckpt.formats import carried
 from mckpt.formats.base import Names, dtypes_of
@@ -34,6 +34,7 @@ from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.mapping import MappingFile
+from mckpt.options import TargetOptions
 from mckpt.storage import sparse_copy
 from mckpt.storage.files import Stamp, TargetFile, stamp
 from mckpt.storage.manifest import Facts

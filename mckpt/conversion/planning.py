@@ -5,7 +5,6 @@ plan are imported on first use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.optimizer import prove
 from mckpt.conversion.plan_data import Form, PlanData, most_dtype
 from mckpt.conversion.refusals import dropped, refuse_options
-from mckpt.conversion.target import At, Destination, TargetOptions
+from mckpt.conversion.target import At, Destination
 from mckpt.conversion.to_megatron import dialect_to_write, form_megatron, padded_rows
 from mckpt.errors import DestinationError, UsageError
 from mckpt.execute.ranks import Ranks
@@ -24,14 +23,16 @@ from mckpt.formats.base import Format
 from mckpt.formats.hf_config import has_tokenizer, side_files
 from mckpt.formats.megatron import megatron_args
 from mckpt.geometry.join import join
+from mckpt.keywords import RunKeywords, keywords
+from mckpt.options import TargetOptions
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
-    from threading import Event
+    from typing_extensions import Unpack
 
     from mckpt.conversion.args import Decided
+    from mckpt.conversion.moving import RunSettings
     from mckpt.conversion.to_megatron import Beside
-    from mckpt.progress import OnProgress
 
 
 # decides from headers what a source, of a kind of checkpoint that it knows, becomes
@@ -51,20 +52,13 @@ class Plan(PlanData):
         self.side.check_unchanged()
         return dropped(self.source, check_replicas)
 
+    @keywords(RunKeywords)
     def run(
         self,
         *,
-        max_memory: int | str = "64MiB",
-        threads: int = 0,
-        checksum: str = "crc32",
-        allow_overflow: bool = False,
-        resume: bool = True,
-        check_replicas: bool = False,
         ranks: Ranks | None = None,
-        engine: str = "local",
-        progress: OnProgress | None = None,
-        cancel: Event | None = None,
         on_note: Callable[[str], None] = lambda text: None,
+        **options: Unpack[RunKeywords],
     ) -> dict[str, Any]:
         """Writes the checkpoint and returns the manifest.
 
@@ -78,23 +72,15 @@ class Plan(PlanData):
         errors.
         """
         from mckpt.conversion.moving import RunSettings
-        from mckpt.progress import watched
 
+        return self.run_with(RunSettings.of(options, on_note=on_note), ranks)
+
+    def run_with(self, settings: RunSettings, ranks: Ranks | None = None) -> dict[str, Any]:
+        """Does what `run` does, with settings that are checked already."""
         if sparse_copy.of(self.destination.root) is None:
             from mckpt.conversion.run import run
         else:
             from mckpt.conversion.to_store import run
-        settings = RunSettings.of(
-            max_memory,
-            threads=threads,
-            checksum=checksum,
-            allow_overflow=allow_overflow,
-            resume=resume,
-            check_replicas=check_replicas,
-            engine=engine,
-            progress=watched(progress, cancel),
-            on_note=on_note,
-        )
         _ = settings.cluster  # if there is none, it is reported before anything is written
         return run(self, settings, ranks or Ranks())
 
@@ -243,7 +229,7 @@ def portable_target(source: Checkpoint, target: TargetOptions) -> TargetOptions 
             # Megatron does not load from this form
             prove(source.with_optimizer())
         return None
-    return replace(target, format=portable.name, parallel=source.parallel, keep_padding=True)
+    return target.with_(format=portable.name, parallel=source.parallel, keep_padding=True)
 
 
 def launch(source: Checkpoint) -> megatron_args.Launch:

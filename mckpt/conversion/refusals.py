@@ -9,7 +9,6 @@ from typing import Any
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown, family_for
-from mckpt.conversion.target import MAX_SHARD_SIZE, TargetOptions
 from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
@@ -19,6 +18,7 @@ from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
+from mckpt.options import HUGGING_FACE, MEGATRON, TargetOptions
 from mckpt.values import dtypes
 
 _OWN_HEAD = (
@@ -84,35 +84,13 @@ def _without_effect(
             "--no-optimizer",
             f"{source.path} is a Hugging Face directory, which has no optimizer state",
         )
+    if target.keep_padding and format.megatron and not source.is_megatron:
+        yield "--keep-padding", f"{source.path} is a Hugging Face directory, which has none"
+    why = "it is for a Megatron target, and the target is a Hugging Face directory"
     if format.megatron:
         why = f"it is for a Hugging Face target, and the target has the Megatron format {format}"
-        if target.tokenizer is not None:
-            yield (
-                f"--tokenizer {target.tokenizer}",
-                f"{why}, which gets the tokenizer from the source",
-            )
-        if target.max_shard_size != MAX_SHARD_SIZE:
-            yield "--max-shard-size", why
-        if target.quantize is not None:
-            yield f"--quantize {target.quantize}", why
-        if target.keep_padding and not source.is_megatron:
-            yield "--keep-padding", f"{source.path} is a Hugging Face directory, which has none"
-        return
-    why = "it is for a Megatron target, and the target is a Hugging Face directory"
-    if target.no_optimizer:
-        yield "--no-optimizer", f"{why}, which never gets an optimizer state"
-    if target.run_config:
-        yield "--run-config", why
-    if target.target_iteration is not None:  # which only the Python API lets a user give here
-        yield f"target_iteration={target.target_iteration}", why
-    if target.transformer_impl is not None:
-        yield f"--transformer-impl {target.transformer_impl}", why
-    if target.grouped_experts is not None:
-        yield target.experts_option, why
-    if target.megatron_version is not None:
-        yield f"--megatron-version {target.megatron_version}", why
-    if target.dialect is not None:
-        yield f"--dialect {target.dialect}", why
+    for option in target.given(HUGGING_FACE if format.megatron else MEGATRON):
+        yield option, why
 
 
 def _refuse_unknown_names(target: TargetOptions, source: Checkpoint) -> None:
@@ -153,7 +131,6 @@ def refuse_old_version(target: TargetOptions, megatron: list[int]) -> None:
 
 def refuse_choices(target: TargetOptions, dialect: MappingFile) -> None:
     """Raises UsageError for a choice that is asked for and that the dialect does not have."""
-    impl, layers = target.transformer_impl, target.layer_keys
     grouped = {None: None, True: "grouped", False: "sequential"}[target.grouped_experts]
     if formats.get(target.format).global_keys and "global" not in dialect.choices["keys"]:
         raise UsageError(
@@ -166,15 +143,15 @@ def refuse_choices(target: TargetOptions, dialect: MappingFile) -> None:
             " the whole model only; give --format torch_dist"
         )
     for choice, asked, option in (
-        ("transformer_impl", impl, f"--transformer-impl {impl}"),
-        ("experts", grouped, target.experts_option),
-        ("layers", layers, f"--layer-keys {layers}"),
+        ("transformer_impl", target.transformer_impl, "transformer_impl"),
+        ("experts", grouped, "grouped_experts"),
+        ("layers", target.layer_keys, "layer_keys"),
     ):
         known = dialect.choices[choice]
         if asked is not None and asked not in known:
             raise UsageError(
-                f"{option}: a checkpoint of the dialect {dialect.name} has {' or '.join(known)}"
-                " only; leave the option out"
+                f"{target.spelled(option)}: a checkpoint of the dialect {dialect.name} has"
+                f" {' or '.join(known)} only; leave the option out"
             )
 
 

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +25,11 @@ import numpy as np
 from mckpt import formats
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.logical import LazyTensor
 from mckpt.containers.entries import Entry
 from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.run import publish
-from mckpt.conversion.target import MAX_SHARD_SIZE, TargetOptions
 from mckpt.conversion.to_hf import export_of
 from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_again, show_as, shown
 from mckpt.execute.files import write_at
@@ -47,6 +44,7 @@ from mckpt.geometry.join import Joined, join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, is_of_head, key_pattern, without_mtp
 from mckpt.mapping.forms import part
+from mckpt.options import SourceOptions, TargetOptions
 from mckpt.progress import Progress
 from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import REPLACED, discard
@@ -205,7 +203,7 @@ def opened(
                     shutil.copy(given / name, folder / name)
             names = _names(folder, first[0], options)
             _lay_out(folder, names, first, patterns)
-            source = Checkpoint.open(folder, replace(options, trusted=True))
+            source = Checkpoint.open(folder, options.with_(trusted=True))
             yield source, Stream(source, itertools.chain([first], coming))
         finally:
             show_again(str(folder))
@@ -253,7 +251,7 @@ def _lay_out(folder: Path, names: Names, first: Named, patterns: Mapping[str, st
         given = next((d for pattern, d in patterns.items() if _has([b], pattern)), None)
         own = dtypes.parse(given) if given else dtype or _described(first[1])[0]
         stored.update(dict.fromkeys(b.rule.of, own))
-    for output in lay_out(HuggingFaceRequest(names, stored, MAX_SHARD_SIZE))[1]:
+    for output in lay_out(HuggingFaceRequest(names, stored, TargetOptions().max_shard_size))[1]:
         with open(folder / output.path, "wb") as file:
             file.truncate(output.size)
             for at, data in output.fixed(None):

@@ -24,7 +24,7 @@ from mckpt.conversion.refusals import (
     refuse_uncarried,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import At, TargetOptions
+from mckpt.conversion.target import At
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names
@@ -46,6 +46,7 @@ from mckpt.formats.hf_encodings import WRITTEN, quantisation_config
 from mckpt.formats.megatron.save_directory import MAPPING, TOKENIZER_DIRECTORY
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
+from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile, mode_of, read_file
 
 

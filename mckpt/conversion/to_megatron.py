@@ -39,7 +39,7 @@ from mckpt.conversion.refusals import (
     refuse_unloadable,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import At, Destination, TargetOptions
+from mckpt.conversion.target import At, Destination
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names
@@ -64,6 +64,7 @@ from mckpt.formats.megatron.save_directory import (
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile, major_minor
+from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile
 from mckpt.storage.manifest import Facts
 
@@ -168,7 +169,7 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
     """Returns all decisions from which the args of the target follow, or refuses the conversion."""
     dialect = dialect_to_write(source, target)
     megatron = _version(source, dialect, target, destination)
-    target = replace(target, megatron_version=".".join(map(str, megatron)))
+    target = target.with_(megatron_version=".".join(map(str, megatron)))
     refuse_old_version(target, megatron)
     refuse_choices(target, dialect)
     vocabulary = _vocabulary(source, dialect, target)
@@ -177,7 +178,7 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
     _ = moved.layout
     parallel = _parallel(source, dialect, target, moved.dims)
     run = target.run_config or not dialect.has_args
-    target = replace(target, parallel=parallel, run_config=run)
+    target = target.with_(parallel=parallel, run_config=run)
     refuse_sizes(dialect, moved.dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
     impl = chosen["transformer_impl"]
@@ -449,8 +450,8 @@ def _choices(
     if target.grouped_experts is not None:
         if not source.dims["num_experts"]:
             raise UsageError(
-                f"{target.experts_option}: {source.path} is a dense model, which has no experts;"
-                " leave it out"
+                f"{target.spelled('grouped_experts')}: {source.path} is a dense model, which has no"
+                " experts; leave it out"
             )
         grouped = target.grouped_experts
         if grouped and impl == "local":

@@ -145,7 +145,7 @@ class Sender:
     ) -> Sender:
         sources = [Path(file) for file in plan.source.layout.files]
         # the process that sends makes the files itself, and its caller reports
-        how = replace(how, engine="local", progress=None, on_note=ignore)
+        how = how.with_(engine="local", progress=None, on_note=ignore)
         return cls(
             journal,
             plan.outputs,

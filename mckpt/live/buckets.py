@@ -24,7 +24,6 @@ from mckpt import formats
 from mckpt.adapters.checkpoint import AdapterCheckpoint
 from mckpt.adapters.forms import peft_form
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import export_of
 from mckpt.errors import UsageError
 from mckpt.formats.base import dtypes_of
@@ -35,6 +34,7 @@ from mckpt.geometry.box import Layout, Stored, clip
 from mckpt.geometry.join import Joined, join
 from mckpt.live.model import ranks_of
 from mckpt.mapping import Bound
+from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
 

@@ -27,7 +27,7 @@ from mckpt.adapters.checkpoint import of_megatron, of_peft
 from mckpt.adapters.peft import is_peft, open_adapter
 from mckpt.adapters.placing import into_model
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions, VocabSizeUnknown
+from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit
 from mckpt.errors import UsageError, counted, shown
 from mckpt.execute.files import OpenFiles
@@ -49,6 +49,7 @@ from mckpt.live.model import (
 from mckpt.live.resuming import Resumed, masters_in_fp32
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import call, gathered, own_result, rank_and_world
+from mckpt.options import SourceOptions
 from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size

@@ -17,7 +17,6 @@ from msgspec import structs
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_files
 from mckpt.adapters.factors import AdapterNames
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
 from mckpt.containers import safe_pickle
@@ -40,6 +39,7 @@ from mckpt.live.memory import Memory, Part
 from mckpt.live.optimizer import LiveOptimizer, Recorded, parts_of
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import gathered, own_result, rank_and_world
+from mckpt.options import SourceOptions
 from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.planning import Plan, make_plan
 from mckpt.conversion.run import publish
-from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
@@ -39,6 +38,7 @@ from mckpt.live.optimizer import LiveOptimizer, apart
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
+from mckpt.options import TargetOptions
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import REPLACED, discard
 
@@ -79,10 +79,9 @@ def save(
     """
 
     def begun() -> tuple[Memory, RunSettings]:
-        how = RunSettings.of(
-            max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
-        )
-        return Memory(model_chunks), how
+        how = {"max_memory": max_memory, "threads": threads, "checksum": checksum}
+        settings = RunSettings.of(how | {"allow_overflow": allow_overflow})
+        return Memory(model_chunks), settings
 
     given = {
         **stated(options),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from mckpt import formats
 from mckpt.adapters.checkpoint import AdapterCheckpoint
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
@@ -30,6 +29,7 @@ from mckpt.live.together import (
     rank_and_world,
     refusal_of,
 )
+from mckpt.options import TargetOptions
 from mckpt.values.quantisation import LARGEST
 from mckpt.values.sizes import parse_size
 

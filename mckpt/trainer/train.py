@@ -7,10 +7,10 @@ The loss of a step is the mean over all tokens of its global batch. That batch h
 sequences in the same order whatever the parallel sizes, so that the loss curves of one checkpoint
 at several sizes differ by rounding alone.
 
-job.json is one object: `checkpoint`, the fields of Options, the parallel sizes (tp, pp, vpp, ep,
-etp, cp), `transformer_impl` (auto, transformer_engine, local), `args` (which replace or add to the
-checkpoint's), `losses` (a file that gets one line of JSON for each step), and `json` (print these
-lines too).
+job.json is one object: `checkpoint`, the fields of TrainOptions, the parallel sizes (tp, pp, vpp,
+ep, etp, cp), `transformer_impl` (auto, transformer_engine, local), `args` (which replace or add to
+the checkpoint's), `losses` (a file that gets one line of JSON for each step), and `json` (print
+these lines too).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from mckpt import formats
 from mckpt.errors import UsageError
+from mckpt.options import TrainOptions
 from mckpt.trainer import build, cpu, data, load, points, save
 
 
@@ -105,36 +106,6 @@ def install_adam() -> None:
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of a run; the checkpoint's args describe the model."""
-
-    steps: int = 10  # in all, including those before a resume
-    decay_steps: int | None = None  # in which the learning rate falls; None: steps
-    lr: float = 1e-4
-    min_lr: float = 0.0
-    warmup: int = 0  # steps of linear warmup, then a cosine
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0  # largest norm of the gradient; 0: not clipped
-    global_batch_size: int = 8  # sequences
-    micro_batch_size: int = 1  # sequences that one rank computes at once
-    seq_length: int | None = None  # tokens; None: args.seq_length
-    seed: int = 1234  # of the data's order
-    data: str | None = None  # see data.open_source; None: made up
-    tokenizer: str | None = None  # directory of the tokenizer, for JSONL with text
-    # float32 compares curves to many digits; float16 scales the loss, by the args of the checkpoint
-    dtype: str = "bfloat16"
-    save: str | None = None  # save directory
-    format: str = formats.MEGATRON
-    optimizer: str = "adam"  # or another of megatron-core, such as muon
-    # False: every data-parallel rank has the whole state, as without --use-distributed-optimizer
-    distributed_optimizer: bool = True
-    # of a distributed optimizer in torch_dist; or dp_reshardable
-    optimizer_format: str = "fully_reshardable"
-    save_interval: int | None = None  # steps; None: only after the last one
-    resume: bool = False  # with the checkpoint's optimizer, scheduler and iteration
-
-
 # step (from 1), loss, grad_norm (absent where a gradient in fp16 overflowed, so that the step was
 # left out), lr, seconds, tokens_per_s, loss_scale (in fp16)
 Step = dict[str, float]
@@ -149,7 +120,7 @@ SETTINGS = (
 def main(job: dict[str, Any]) -> None:
     """Runs a job as one rank of torchrun. Raises UsageError for entries that are not known."""
     known = {"checkpoint", "losses", "json", "args", "transformer_impl", *SIZES}
-    known |= {field.name for field in fields(Options)}
+    known |= {*TrainOptions.__struct_fields__}
     if unknown := sorted(set(job) - known):
         raise UsageError.of(
             "the job has entries that mean nothing here:",
@@ -164,8 +135,7 @@ def main(job: dict[str, Any]) -> None:
 
 def run(job: dict[str, Any], timeout_s: float = 1800) -> list[Step]:
     """Runs a job on the ranks of the default group. Each loss is written as soon as it is known."""
-    given = {field.name: job[field.name] for field in fields(Options) if field.name in job}
-    options = Options(**given)
+    options = TrainOptions.of(job)
     sizes = {name: job[name] for name in SIZES if job.get(name)}
     others = {"transformer_impl": job.get("transformer_impl", "auto")} | job.get("args", {})
     args = build.at_sizes(load.read_common(job["checkpoint"]).get("args") or {}, **sizes, **others)
@@ -187,7 +157,7 @@ def print_step(losses: str | None, as_json: bool, step: Step) -> None:
 def train(
     args: Namespace,
     checkpoint: str | Path,
-    options: Options,
+    options: TrainOptions,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Step]:
     """Trains for options.steps steps and returns every step, the same on every rank.
@@ -233,7 +203,7 @@ def train(
     return steps
 
 
-def run_args(args: Namespace, options: Options) -> Namespace:
+def run_args(args: Namespace, options: TrainOptions) -> Namespace:
     """Returns the args of this run as pretrain_gpt would save them, because a later run reads them.
     Raises UsageError if batch or sequence cannot be cut as the sizes require.
     """
@@ -291,7 +261,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
     return out
 
 
-def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
+def set_up(args: Namespace, options: TrainOptions) -> tuple[list[Any], Any, Any]:
     """Returns the chunks in DistributedDataParallel, the optimizer, and the scheduler of the
     learning rate.
     """

@@ -18,13 +18,13 @@ import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt import formats, launching
 from mckpt.adapters import forms, merging, peft
@@ -32,16 +32,16 @@ from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
 from mckpt.adapters.factors import AdapterNames
 from mckpt.adapters.peft import PeftAdapter
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import open_files
 from mckpt.conversion import planning
 from mckpt.conversion.plan_data import most_dtype
 from mckpt.conversion.refusals import refuse_sizes
-from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.foreign import has_adapter
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
+from mckpt.keywords import VerifyKeywords, keywords
+from mckpt.options import SIZES, SourceOptions, TargetOptions, VerifyOptions
 from mckpt.storage import sparse_copy
 from mckpt.verification import verdict
 from mckpt.verification.pair import Pair, Values, run_sizes, say_sizes
@@ -55,81 +55,14 @@ from mckpt.verification.requirements import (
 from mckpt.verification.tokens import random_sequences, read_tokens, text_for
 from mckpt.verification.verdict import Verdict, casts_between, compare_values, uncast
 
-LEVELS = ("bytes", "forward", "train")
-SEQUENCES, LENGTH = 4, 512
-STEPS = 4  # training steps of the level `train`
-TIMEOUT_S = 1800.0  # limit of one collective
-SIZES = ("tp", "pp", "vpp", "ep", "etp")
-SPLIT = (
-    "first_stage_layers",
-    "last_stage_layers",
-    "account_for_embedding",
-    "account_for_loss",
-    "layout",
-)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+RUN_SIZES, SPLIT = SIZES[:5], SIZES[5:]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The level of a verification, the sizes of the run, and the other options.
-
-    Sizes that are None are those of the checkpoint for `torch` files, else 1.
-    """
-
-    level: str = "forward"
-    tp: int | None = None
-    pp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    cp: int = 1
-    device: str = "auto"  # cpu, cuda
-    transformer_impl: str = "auto"  # Transformer Engine where it is installed; local
-    sequences: int = SEQUENCES
-    length: int = LENGTH
-    tokens: str | Path | None = None  # a file of further sequences
-    # of PEFT, which the checkpoint has merged, or which it holds alone
-    adapter: str | Path | None = None
-    alpha: float | None = None  # of a checkpoint of adapters that does not state it
-    iteration: int | None = None
-    family: str | None = None
-    mapping: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
-    no_mtp: bool = False  # leave out the layers of multi-token prediction
-    steps: int = STEPS
-    timeout_s: float = TIMEOUT_S
-    keep: str | Path | None = None  # directory for the arrays of both sides; None: they are removed
-    tell: Callable[[str], None] = lambda text: None  # called with each phase when it starts
-
-
-def verify(
-    hf: str | Path,
-    megatron: str | Path,
-    *,
-    level: Literal["bytes", "forward", "train"] = "forward",
-    tp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    cp: int = 1,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto",
-    sequences: int = SEQUENCES,
-    length: int = LENGTH,
-    tokens: str | Path | None = None,
-    adapter: str | Path | None = None,
-    alpha: float | None = None,
-    iteration: int | None = None,
-    family: str | None = None,
-    mapping: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    no_mtp: bool = False,
-    steps: int = STEPS,
-    timeout_s: float = TIMEOUT_S,
-    keep: str | Path | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Verdict:
+@keywords(VerifyKeywords, VerifyOptions)
+def verify(hf: str | Path, megatron: str | Path, **options: Unpack[VerifyKeywords]) -> Verdict:
     """Returns whether a Hugging Face directory and a Megatron checkpoint hold the same model.
 
     level: "bytes" compares all stored values and hyperparameters of any two checkpoints. "forward"
@@ -149,56 +82,24 @@ def verify(
 
     Raises MissingExtra without torch, transformers and Megatron-Core, which "bytes" does not need.
     """
-    options = Options(
-        level=level,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        ep=ep,
-        etp=etp,
-        cp=cp,
-        device=device,
-        transformer_impl=transformer_impl,
-        sequences=sequences,
-        length=length,
-        tokens=tokens,
-        adapter=adapter,
-        alpha=alpha,
-        iteration=iteration,
-        family=family,
-        mapping=mapping,
-        settings=settings or {},
-        no_mtp=no_mtp,
-        steps=steps,
-        timeout_s=timeout_s,
-        keep=keep,
-        tell=tell,
-    )
-    return verify_all(hf, [megatron], options)[0]
+    return verify_all(hf, [megatron], VerifyOptions.of(options))[0]
 
 
 def verify_all(
-    hf: str | Path, checkpoints: Sequence[str | Path], options: Options
+    hf: str | Path, checkpoints: Sequence[str | Path], options: VerifyOptions
 ) -> list[Verdict]:
     """Returns the verdict on each Megatron checkpoint. The Hugging Face model runs once, and all
     checkpoints must run at the same sizes.
     """
-    if options.level not in LEVELS:
-        raise UsageError(f"there is no level {options.level!r}; the levels are {', '.join(LEVELS)}")
     left = Checkpoint.open(
         hf,
-        SourceOptions(
-            family=options.family,
-            mapping=options.mapping,
-            settings=options.settings,
-            no_mtp=options.no_mtp,
-        ),
+        options.described.with_(iteration=None),
     )
     if not left.is_megatron and not (options.family or options.mapping) and checkpoints:
         left = left.named_as(
             Checkpoint.open(checkpoints[0], SourceOptions(iteration=options.iteration))
         )
-        options = replace(options, mapping=left.files.options.mapping)
+        options = options.with_(mapping=left.files.options.mapping)
     if options.adapter is not None:
         left = merging.merge(left, peft.open_adapter(options.adapter))
     with ExitStack() as stack:
@@ -207,7 +108,7 @@ def verify_all(
 
 
 def _adapters(
-    left: Checkpoint, path: str | Path, options: Options, stack: ExitStack
+    left: Checkpoint, path: str | Path, options: VerifyOptions, stack: ExitStack
 ) -> _Adapters | None:
     """Returns the adapters in a Megatron checkpoint; None if it has none.
 
@@ -234,7 +135,9 @@ class _Adapters(NamedTuple):
         """Returns the weights beside the adapters; those of the base if there are none."""
         return self.source.base or replace(left, merging=None)
 
-    def run(self, parallel: Parallel, work: Path, name: str, options: Options) -> dict[str, Any]:
+    def run(
+        self, parallel: Parallel, work: Path, name: str, options: VerifyOptions
+    ) -> dict[str, Any]:
         """Returns the adapter of a job of the trainer, which reads torch_dist.
 
         Writes the adapter again if its files do not fit the sizes of the run.
@@ -263,7 +166,7 @@ def _verify(
     left: Checkpoint,
     beside: Mapping[str, _Adapters | None],
     checkpoints: Sequence[str | Path],
-    options: Options,
+    options: VerifyOptions,
 ) -> list[Verdict]:
     """Returns the verdict on each checkpoint.
 
@@ -290,7 +193,7 @@ def _verify(
                 "a checkpoint with adapters runs at --level forward and with"
                 " --transformer-impl local only"
             )
-        options = replace(options, transformer_impl="local")
+        options = options.with_(transformer_impl="local")
     if left.is_megatron:
         raise UsageError(
             f"{left.path}: is a Megatron checkpoint; give a Hugging Face directory as the first"
@@ -358,7 +261,10 @@ def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]
 
 
 def _run(
-    subjects: list[_Subject], values: Sequence[Future[Values | str]], work: Path, options: Options
+    subjects: list[_Subject],
+    values: Sequence[Future[Values | str]],
+    work: Path,
+    options: VerifyOptions,
 ) -> list[Verdict]:
     """Runs the levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
@@ -501,7 +407,7 @@ class _Subject:
         self,
         left: Checkpoint,
         path: str | Path,
-        options: Options,
+        options: VerifyOptions,
         name: str,
         work: Path,
         adapters: _Adapters | None,
@@ -509,7 +415,7 @@ class _Subject:
         self.adapter: dict[str, Any] | None = None
         self.run_path = Path(path)
         if adapters is not None:
-            wanted = Parallel().with_(**{k: getattr(options, k) for k in SIZES})
+            wanted = Parallel().with_(**{k: getattr(options, k) for k in RUN_SIZES})
             self.adapter = adapters.run(wanted, work, name, options)
             weights = adapters.weights(left)
             options.tell(
@@ -540,7 +446,7 @@ class _Subject:
         self.uncast = _uncast_keys(left, right) if self.casts else []
         self.cast_back = [] if self.casts else casts_between(right, left)
         saved = right.parallel if right.opened.format.fixed_sizes else Parallel()
-        wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
+        wanted = saved.with_(**{k: getattr(options, k) for k in RUN_SIZES})
         directory = right.files.iteration_directory
         where = Path(path) if directory is None else directory.path
         self.pair = Pair(
@@ -600,7 +506,7 @@ def _uncast_keys(left: Checkpoint, right: Checkpoint) -> list[str]:
     return list(itertools.chain(*(b.keys() for b in pinned)))
 
 
-def _refuse_context_parallelism(path: str | Path, dtype: str, options: Options) -> None:
+def _refuse_context_parallelism(path: str | Path, dtype: str, options: VerifyOptions) -> None:
     """Raises UsageError if --cp is given for a run in fp32."""
     if options.cp > 1 and (options.level == "train" or dtype == "float32"):
         run = "--level train compares in" if options.level == "train" else f"{path}: is"
@@ -621,17 +527,9 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
     planning.make_plan(source, directory, target).run(checksum="none")
 
 
-def _known(left: Checkpoint, options: Options) -> SourceOptions:
+def _known(left: Checkpoint, options: VerifyOptions) -> SourceOptions:
     """Returns the facts from the Hugging Face side that help to read the other."""
-    like = None if left.is_megatron else left.path
-    return SourceOptions(
-        iteration=options.iteration,
-        like=like,
-        family=options.family,
-        mapping=options.mapping,
-        settings=options.settings,
-        no_mtp=options.no_mtp,
-    )
+    return options.described.with_(like=None if left.is_megatron else left.path)
 
 
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
@@ -644,7 +542,7 @@ def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------- train
 
 
-def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> None:
+def _train(subject: _Subject, found: Verdict, work: Path, options: VerifyOptions) -> None:
     """Trains at the sizes asked for and at others, and adds to the verdict how the losses agree."""
     pair = subject.pair
     first = pair.sizes

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import StorageError, UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from mckpt.pages import document
 from mckpt.pages.document import (
     NOTHING,

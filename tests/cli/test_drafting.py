@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.inspection import stored_model
 from mckpt.errors import MappingError
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.forms import Form
+from mckpt.options import SourceOptions
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.tiny import TinyModel

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MappingError
+from mckpt.options import SourceOptions
 from tests.helpers import tiny
 from tests.helpers.commands import edit_json, good, hf, mckpt, refused, shard, tree
 from tests.helpers.tiny import TinyModel

@@ -31,11 +31,10 @@ from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import of_megatron
 from mckpt.adapters.forms import opened_adapter
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import open_files
 from mckpt.containers import safe_pickle
 from mckpt.conversion.planning import make_plan
-from mckpt.conversion.target import TargetOptions
+from mckpt.options import SourceOptions, TargetOptions
 from mckpt.values import adding
 from tests.helpers import adapters, lora, tiny
 from tests.helpers.commands import Pt, edit_json, good, refused, save_pt

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import mckpt
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import SourceError
+from mckpt.options import SourceOptions
 from mckpt.storage import archive as storage_archive
 from mckpt.storage import descriptors, sparse_copy
 from tests.helpers import nemo_archive

@@ -15,8 +15,8 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
+from mckpt.options import SourceOptions
 from mckpt.verification.requirements import require_core
 from tests.helpers import legacy_megatron, tiny
 from tests.helpers import old_checkpoints as old

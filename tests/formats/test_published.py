@@ -16,8 +16,8 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests import published_page
 from tests.helpers import published
 from tests.helpers.published import (

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import mckpt
 from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.options import SourceOptions
 from mckpt.verification import levels as verification
 from mckpt.verification.verdict import Values
 from tests.gpu.verification.model import make_model, shrunk

@@ -411,7 +411,7 @@ def as_rank(directory: Path) -> None:
     args = build.at_sizes(common["args"], **job["sizes"], transformer_impl=impl)
     vars(args).update(precise)
     build.initialize(args, 60, gloo_groups=True)
-    options = train.Options(
+    options = train.TrainOptions(
         steps=SAVED_AT + MORE,
         lr=1e-2,
         warmup=1,

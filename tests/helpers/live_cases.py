@@ -376,7 +376,7 @@ def file_route(saved: Path, like: str, alpha: float) -> None:
     """Writes what the conversions of files make of the wrapped model."""
     from mckpt.adapters import forms, merging
     from mckpt.adapters.checkpoint import of_megatron
-    from mckpt.checkpoint.description import SourceOptions
+    from mckpt.options import SourceOptions
 
     source, _ = of_megatron(saved / "wrapped", SourceOptions(like=like), alpha)
     mckpt.adapter_to_hf(saved / "wrapped", saved / "only", alpha=alpha, like=like)
@@ -416,7 +416,7 @@ def unlike(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> l
 
 def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
     """Fills a model that is ready to be trained."""
-    options = train.Options(dtype="bfloat16", **case.get("options", {}))
+    options = train.TrainOptions(dtype="bfloat16", **case.get("options", {}))
     args = train.run_args(args, options)
     with cpu.as_cuda():
         chunks, optimizer, _ = train.set_up(args, options)
@@ -458,7 +458,8 @@ def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
 
 def run_resumed(case: dict[str, Any], args: Any) -> dict[str, Any]:
     """Fills a model and its optimizer, and trains a step."""
-    options = train.Options(global_batch_size=4, seq_length=16, **{"lr": 1e-2, **case["resumes"]})
+    given = {"global_batch_size": 4, "seq_length": 16, "lr": 1e-2, **case["resumes"]}
+    options = train.TrainOptions(**given)
     args = train.run_args(args, options)
     data = train.data.open_source(None, args, args.seq_length, options.seed, None)
     if "reshard" in case and dist.get_rank() == 0:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import mckpt
-from mckpt.checkpoint.description import SourceOptions
+from mckpt.options import SourceOptions
 from tests.helpers.lazy import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "old"

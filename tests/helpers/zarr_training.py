@@ -175,7 +175,7 @@ def main() -> None:
     build.initialize(args, gloo_groups=True)
     kind = {"dtype": "bfloat16", "distributed_optimizer": False} if form == FLOAT16 else {}
     job = JOB | kind
-    options = train.Options(**job, save=out, save_interval=SAVED_AT)
+    options = train.TrainOptions(**job, save=out, save_interval=SAVED_AT)
     steps = train.train(args, out, options)
     if dist.get_rank() == 0:
         kept = [{k: step[k] for k in ("step", "loss", "grad_norm", "lr")} for step in steps]

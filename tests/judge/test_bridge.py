@@ -26,10 +26,10 @@ from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
 from tests.helpers.bridge_facts import tensors
 from tests.helpers.judging import chosen_cases, judge, limit, record

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mckpt.adapters.checkpoint import of_megatron
-from mckpt.checkpoint.description import SourceOptions
+from mckpt.options import SourceOptions
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import factors, modules
 from tests.helpers.commands import good

@@ -18,9 +18,9 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
 from tests.helpers.judging import chosen_cases, explain, judge, limit, record
 from tests.helpers.made_models import CASES

@@ -17,9 +17,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
 from tests.helpers.judging import explain, judge, multi_token_difference
 from tests.judge.test_family_models import LOGITS_ATOL, SINCE, VERSION

@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 import mckpt
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import tiny
 from tests.helpers.bridge_facts import tensors
 

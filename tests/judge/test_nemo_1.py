@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import nemo_archive, tiny
 from tests.helpers.judging import explain, judge, limit
 from tests.judge.test_megatron import megatron_args

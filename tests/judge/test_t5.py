@@ -15,9 +15,9 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from mckpt.verification.levels import verify
 from tests.helpers import made_models
 from tests.helpers.commands import refused

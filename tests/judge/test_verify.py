@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.geometry import packing
 from mckpt.geometry.packing import Shape
+from mckpt.options import SourceOptions
 from mckpt.verification import verdict
 from mckpt.verification.levels import Options, verify_all
 from mckpt.verification.verdict import CLEAN, FAULT, compare_values

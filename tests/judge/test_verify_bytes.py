@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 import mckpt
-from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.options import SourceOptions
 from mckpt.verification.verdict import compare_values
 from tests.helpers import commands, tiny
 from tests.helpers.lazy import torch

@@ -21,11 +21,11 @@ import mckpt
 from mckpt import mapping
 from mckpt.adapters.checkpoint import of_megatron
 from mckpt.adapters.peft import PeftAdapter
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.cli.convert import LEAST_BYTES, _processes
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import lora
 from tests.helpers.commands import good, refused
 from tests.helpers.tiny import FIXTURES, TinyModel

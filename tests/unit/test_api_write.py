@@ -17,9 +17,9 @@ import pytest
 
 import mckpt
 from mckpt import errors
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion import streaming
 from mckpt.execute.piecewise import Batches
+from mckpt.options import SourceOptions
 from mckpt.storage import sparse_copy
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import ROOT, hf, tree

@@ -34,33 +34,34 @@ def words(table: dict[str, str]) -> dict[str, set[str]]:
     return {name: set(text.split()) for name, text in table.items()}
 
 
-CORE = "errors geometry mapping progress storage values version"
+CORE = "errors geometry mapping options progress storage values version"
 UPPER = f"{CORE} checkpoint conversion formats launching pages"
 # What the modules of a package, or a module outside of all packages, may import of mckpt. Arrows
 # point down only.
 MAY = words(
     {
-        "wording": "",
         "version": "",
-        "errors": "wording",
+        "errors": "",
         "progress": "errors",
         "storage": "errors version",
         "values": "errors",
         "geometry": "errors values",
         "containers": "errors storage values",
         "mapping": "errors geometry values version",
+        "options": "errors geometry mapping values",
+        "keywords": "geometry options progress",
         "formats": f"{CORE} containers",
         "checkpoint": f"{CORE} formats",
         "adapters": f"{CORE} checkpoint containers conversion formats",
         "execute": "errors geometry progress storage values version",
-        "conversion": f"{CORE} checkpoint containers execute formats",
+        "conversion": f"{CORE} checkpoint containers execute formats keywords",
         "checking": f"{CORE} checkpoint containers execute formats",
-        "api": f"{CORE} adapters checking checkpoint containers conversion execute formats",
+        "api": f"{CORE} adapters checking checkpoint conversion execute formats keywords",
         "pages": f"{CORE} checkpoint conversion formats",
         "launching": "errors execute",
-        "verification": f"{UPPER} adapters",
+        "verification": f"{UPPER} adapters keywords",
         "cli": f"{UPPER} adapters api checking execute verification",
-        "trainer": "errors execute formats geometry",
+        "trainer": "errors execute formats geometry options",
         "live": f"{CORE} adapters api checkpoint containers conversion execute formats",
     }
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
+from mckpt.options import SourceOptions
 
 
 def test_a_checkpoint_and_its_parts_do_not_change(src: Path, torch_dir: Path) -> None:

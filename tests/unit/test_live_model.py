@@ -15,10 +15,8 @@ import pytest
 import mckpt
 from mckpt import errors
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
-from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.geometry.box import row_major
@@ -29,6 +27,7 @@ from mckpt.live.memory import Part, Weight
 from mckpt.live.model import OpenedModel, Ranks
 from mckpt.live.optimizer import State, parts_of
 from mckpt.live.steps import Steps, View, even_rooms, runs
+from mckpt.options import SourceOptions, TargetOptions
 from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 

@@ -15,9 +15,9 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.checkpoint import inspection
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.mapping import nodes
+from mckpt.options import SourceOptions
 from tests.helpers import tiny
 from tests.helpers.tiny import TinyModel
 from tests.unit.test_mapping_config import llama

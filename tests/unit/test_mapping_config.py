@@ -14,9 +14,9 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.description import SourceOptions
 from mckpt.conversion.to_hf import choose_family
 from mckpt.errors import MappingError, UsageError
+from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
 from tests.helpers.published import INEXACT
 from tests.helpers.tiny import FIXTURES

@@ -32,7 +32,7 @@ def verdicts(hf: str, checkpoints: dict[str, Path], job: Json) -> Json:
     """Verifies all checkpoints in one launch; returns format -> the facts that the pages need of
     it.
     """
-    options = levels.Options(
+    options = levels.VerifyOptions(
         device=job["device"],
         transformer_impl=job["impl"],
         timeout_s=job.get("timeout_s", 120),
