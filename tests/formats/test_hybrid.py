@@ -186,15 +186,26 @@ def test_a_spec_that_is_not_megatrons_is_lost_only_on_purpose(
     assert args is not None and args["spec"] == spec
 
 
-@pytest.mark.parametrize("other", ["*-*-*-*-/*", "*-*-*-*-/*-*-", "*-*-*-*-/M-", "W-*-*-*-"])
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        *((one, "'.*mckpt knows patterns of") for one in ("*-*-*-*-/*", "*-*-*-*-/*-*-")),
+        *((one, "'.*mckpt knows patterns of") for one in ("*-*-*-*-/M-", "W-*-*-*-")),
+        ("**--*-*-", r"layer_parts is \['attn', 'attn mlp', 'mlp', "),
+        ("*-|*-|*-*-", "has 3 stages, which is not a multiple of pp 2"),
+    ],
+)
 def test_another_pattern_is_another_model(
-    other: str, tiny_model: TinyModel, tmp_path: Path
+    pattern: str, message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    made = written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid")
-    opened = mckpt.open(made)
-    assert opened.args is not None
-    with pytest.raises(MappingError, match=r"hybrid_layer_pattern is '.*mckpt knows patterns of"):
-        opened.mapping.read({**opened.args, "hybrid_layer_pattern": other})
+    sizes = Parallel(pp=2 if "|" in pattern else 1)
+    made = mckpt.open(
+        written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid", parallel=sizes)
+    )
+    assert made.args is not None
+    made.args["hybrid_layer_pattern"] = pattern
+    with pytest.raises((MappingError, SourceError), match=message):
+        _ = made.parallel, made.dims
 
 
 @pytest.mark.parametrize(
@@ -227,58 +238,48 @@ def test_any_order_of_layers_is_read_and_written_again(
     assert dialect.write(dims, {"stages": cut})["hybrid_layer_pattern"] == pattern
 
 
-def test_a_pattern_that_the_tensors_contradict_is_refused(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    made = mckpt.open(written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid"))
-    assert made.args is not None
-    made.args["hybrid_layer_pattern"] = "**--*-*-"
-    with pytest.raises(MappingError, match=r"layer_parts is \['attn', 'attn mlp', 'mlp', "):
-        _ = made.dims
-
-
 def test_what_a_hybrid_model_cannot_say_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source = tiny_model("llama-rope-scaled")
-    with pytest.raises(MappingError, match="--allow-inexact rope_type"):
-        mckpt.plan(source, tmp_path / "hybrid", dialect="hybrid")
-    gpt = written(source, tmp_path / "gpt")
+    gpt = written(tiny_model("llama-rope-scaled"), tmp_path / "gpt")
     with pytest.raises(MappingError, match=r"dialect hybrid would not compute(?s:.*)rope_type"):
         mckpt.plan(gpt, tmp_path / "hybrid", dialect="hybrid")
 
 
+EARLY = Parallel(pp=2, layout="Etttttttm|tL")
+
+
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("case", "wanted", "error", "said"),
     [
+        ("qwen3-moe", {"transformer_impl": "local"}, UsageError, "local: .*hybrid has transformer"),
         (
-            {"transformer_impl": "local"},
-            "--transformer-impl local: .*hybrid has transformer_engine",
+            "qwen3-moe",
+            {"grouped_experts": False},
+            UsageError,
+            "sequential-experts: .* grouped only",
         ),
-        ({"grouped_experts": False}, "--sequential-experts: .* has grouped only"),
-        ({"layer_keys": "stacked"}, "--layer-keys stacked: .* has per_layer only"),
-        ({"megatron_version": "0.17"}, "hybrid.yaml writes for megatron-core 0.18 to 0.19"),
-        ({"dialect": "hybird"}, "no dialect 'hybird'; known: .*, gpt, hybrid"),
+        ("qwen3-moe", {"layer_keys": "stacked"}, UsageError, "stacked: .* has per_layer only"),
+        ("qwen3-moe", {"megatron_version": "0.17"}, UsageError, "hybrid.yaml .* 0.18 to 0.19"),
+        (
+            "qwen3-moe",
+            {"dialect": "hybird"},
+            UsageError,
+            "no dialect 'hybird'; known: .*, gpt, hyb",
+        ),
+        ("deepseek-v3", {"megatron_version": "0.18"}, MappingError, r"latent .* from .* 0\.19 on"),
+        (
+            "deepseek-v3",
+            {"parallel": EARLY},
+            UsageError,
+            r"prediction \(m\) in the last stage only",
+        ),
+        ("llama-rope-scaled", {}, MappingError, "--allow-inexact rope_type"),
     ],
 )
-def test_options_that_the_dialect_does_not_have(
-    wanted: dict[str, Any], said: str, tiny_model: TinyModel, tmp_path: Path
+def test_what_the_dialect_does_not_have(
+    case: str, wanted: Any, error: Any, said: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=said):
-        mckpt.plan(tiny_model("qwen3-moe"), tmp_path / "made", **{"dialect": "hybrid", **wanted})
-
-
-def test_latent_attention_needs_the_newest_megatron(tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(MappingError, match=r"multi-latent attention from megatron-core 0\.19 on"):
-        mckpt.plan(
-            tiny_model("deepseek-v3"), tmp_path / "made", dialect="hybrid", megatron_version="0.18"
-        )
-
-
-def test_mtp_lies_in_the_last_stage_of_a_hybrid_model(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    early = Parallel(pp=2, layout="Etttttttm|tL")
-    with pytest.raises(UsageError, match=r"multi-token prediction \(m\) in the last stage only"):
-        mckpt.plan(tiny_model("deepseek-v3"), tmp_path / "made", dialect="hybrid", parallel=early)
+    with pytest.raises(error, match=said):
+        mckpt.plan(tiny_model(case), tmp_path / "made", **{"dialect": "hybrid", **wanted})
 
 
 def test_the_launch_line_has_the_pattern_and_none_of_the_flags_that_megatron_refuses_beside_it(
@@ -290,19 +291,6 @@ def test_the_launch_line_has_the_pattern_and_none_of_the_flags_that_megatron_ref
     assert "pretrain_hybrid.py" in text and "--hybrid-layer-pattern '+-|+E|+E|+E/+E'" in text
     for flag in ("num-layers", "virtual", "moe-layer-freq", "mtp-num-layers", "account-for"):
         assert f"--{flag}" not in text and f"-{flag}" not in text
-
-
-def test_stages_that_are_no_multiple_of_pp_are_refused(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    made = written(
-        tiny_model("qwen3"), tmp_path / "made", dialect="hybrid", parallel=Parallel(pp=2)
-    )
-    opened = mckpt.open(made)
-    assert opened.args is not None
-    opened.args["hybrid_layer_pattern"] = "*-|*-|*-*-"
-    with pytest.raises(SourceError, match="has 3 stages, which is not a multiple of pp 2"):
-        _ = opened.parallel
 
 
 @pytest.mark.parametrize(
