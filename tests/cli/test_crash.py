@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from mckpt.errors import SourceError
 from mckpt.storage import descriptors
 from mckpt.storage.files import checksum_of
-from tests.crash.power import Disk
 from tests.helpers.commands import run
 
 WORDS = ("--tries", 3, "--faults", 15, "--reruns", 3, "--processes", 1)
@@ -26,24 +24,6 @@ def test_a_conversion_survives(kind: str) -> None:
     done = run([*line, *WORDS]).stdout
     tries, survived = done.splitlines()[2].split("|")[3:5]
     assert tries == survived and int(tries.replace(",", "")) >= 3, done
-
-
-def test_a_power_cut_loses_what_was_not_synced() -> None:
-    """The replay itself: a file that was written, synced, renamed, and made durable by its
-    directory's sync.
-    """
-    disk = Disk(Path("/d/out"))
-
-    def lost(function: str, path: str, to: str = "", data: bytes = b"") -> set[bytes | None]:
-        disk.replay(function, f"/d/{path}", f"/d/{to}", 0, len(data), data)
-        return {tree.get("b") for _, tree in disk.states(random.Random(0))}
-
-    assert lost("open", "out/a") == {None}
-    lost("write", "out/a", data=b"12")
-    assert lost("rename", "out/a", "out/b") == {None, b"", b"12"}
-    assert lost("fsync", "out/b") == {None, b"12"}
-    assert lost("fsync", "out") == {b"12"}
-    assert lost("write", "out/b", data=b"34") == {b"12", b"34"}
 
 
 def test_a_file_that_ends_early_has_no_checksum(

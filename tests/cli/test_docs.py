@@ -171,40 +171,6 @@ def test_a_block_that_does_not_run_gives_the_reason() -> None:
                 ), f"{page.name}:{block.line}: <!-- {name} --> says no more"
 
 
-PAGE = """
-```sh
-echo one two; exit 3
-```
-<!-- exit 3 -->
-```sh
-echo one two; exit 3
-```
-<!-- printed -->
-```text
-one three
-```
-<!-- from mappings/hf/llama.yaml -->
-```yaml
-extends: mistral
-```
-<!-- not run: it would fail -->
-```sh
-false
-```
-"""
-
-
-def test_a_page_that_is_not_true_fails(tmp_path: Path) -> None:
-    first, rest = PAGE.split("<!-- exit 3 -->")
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    (wrong,) = run_page(first, tmp_path / "a", judged=False)
-    assert "exit status 3" in wrong
-    wrong, other = run_page("<!-- exit 3 -->" + rest, tmp_path / "b", judged=False)
-    assert "'one three' is not in" in wrong
-    assert "mappings/hf/llama.yaml has no line 'extends: mistral'" in other
-
-
 def test_the_page_on_new_models_has_every_word_of_the_mapping_language() -> None:
     page = (ROOT / "docs" / "new-model.md").read_text()
     rows = set(re.findall(r"^\| `([\w-]+)` \|", page, re.M))

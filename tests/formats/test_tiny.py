@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -12,27 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.commands import python
 from tests.helpers.tiny import (
     CASES,
     Config,
     TinyModel,
     config,
     decoder_only,
-    hf_logits,
     load,
     logits,
-    shapes,
     tensors,
-    tiny,
     tiny_random,
     tokens,
     values,
-    write_weights,
 )
 
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-FAMILIES = {"deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 
 
 @pytest.fixture(autouse=True)
@@ -120,54 +113,13 @@ def change(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_finite_and_depend_on_tokens_and_seed(case: str, tmp_path: Path) -> None:
-    tiny_random(case, tmp_path / "a")
-    found = hf_logits(tmp_path / "a", few(case))
-    assert found.dtype == np.float32 and found.shape == (
-        *few(case).shape,
-        config(case)["vocab_size"],
-    )
-    assert np.isfinite(found).all() and 0.5 < found.std() < 5 and np.abs(found).max() < 30
-    assert found.std(axis=1).mean() > 0.5, "the logits hardly depend on the tokens"
-    assert len(set(found.argmax(-1).ravel())) > 20
-    assert np.array_equal(found, reference(case)), (
-        "the file gives another model than the same tensors in memory"
-    )
-    other = hf_logits(tiny_random(case, tmp_path / "b", seed=1), few(case))
-    assert change(found, other) > 0.5
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_tiny_random_writes_the_bytes_that_transformers_saves(case: str, tmp_path: Path) -> None:
     # transformers would not save the layers of multi-token prediction
     none = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config(case) else {}
-    tiny(case, tmp_path / "saved", **none)
-    tiny_random(case, tmp_path / "written", **none)
-    files = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert files == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    for file in files:
-        assert (tmp_path / "saved" / file).read_bytes() == (
-            tmp_path / "written" / file
-        ).read_bytes(), file
-
-
-def test_shapes_has_these_names() -> None:
-    qwen2, mixtral, tied = (
-        shapes(config("qwen2")),
-        shapes(config("mixtral")),
-        shapes(config("llama-tied")),
-    )
-    assert qwen2["model.layers.3.self_attn.k_proj.bias"] == (32,)  # 2 groups of 16
-    assert mixtral["model.layers.3.block_sparse_moe.experts.15.w2.weight"] == (72, 96)
-    assert "lm_head.weight" in qwen2 and "lm_head.weight" not in tied
-    assert shapes(config("qwen3-moe"))["model.layers.0.mlp.gate.weight"] == (24, 48)
+    written = tiny_random(case, tmp_path / "written", **none)
+    load(written, "bfloat16").save_pretrained(tmp_path / "saved")
+    file = "model.safetensors"
+    assert (tmp_path / "saved" / file).read_bytes() == (written / file).read_bytes()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -297,88 +249,3 @@ def test_all_sizes_of_a_case_differ(case: str) -> None:
     divided = "intermediate_size num_experts num_local_experts moe_intermediate_size"
     for key in f"num_attention_heads {divided}".split():
         assert c.get(key, 0) % 4 == 0, key
-
-
-def test_the_cases_cover_every_family() -> None:
-    every = [config(case) for case in CASES]
-    assert {c["model_type"] for c in every} == FAMILIES
-    assert {c["model_type"] for c in every if c["tie_word_embeddings"]} == {
-        "llama",
-        "qwen2",
-        "qwen3",
-    }
-    assert {c["num_hidden_layers"] for c in every} == {4, 6}
-    assert {c["num_key_value_heads"] for c in every} == {2, 4, 8}
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_other_dtypes_have_the_bytes_of_transformers(dtype: str, tmp_path: Path) -> None:
-    tiny("qwen2", tmp_path / "saved", dtype)
-    tiny_random("qwen2", tmp_path / "written", dtype)
-    assert (tmp_path / "saved/model.safetensors").read_bytes() == (
-        tmp_path / "written/model.safetensors"
-    ).read_bytes()
-    assert json.loads((tmp_path / "saved/config.json").read_text())["torch_dtype"] == dtype
-
-
-@pytest.mark.parametrize("case", ["llama-tied", "mixtral"])
-def test_shards_bin_files_and_v5_configs_have_the_same_logits(case: str, tmp_path: Path) -> None:
-    size = sum(array.nbytes for array in tensors(config(case)).values())
-    directories = [
-        tiny(case, tmp_path / "saved", max_shard_size=size // 3),
-        tiny_random(case, tmp_path / "written", max_shard_size=size // 3),
-        tiny(case, tmp_path / "bin", bin=True),
-        tiny(case, tmp_path / "bins", bin=True, max_shard_size=size // 3),
-        tiny(case, tmp_path / "v5", v5=True),
-    ]
-    for directory in directories:
-        assert np.array_equal(hf_logits(directory, few(case)), reference(case)), directory.name
-    for name, stem in [("saved", "model"), ("written", "model"), ("bins", "pytorch_model")]:
-        files = {path.name for path in (tmp_path / name).iterdir() if "-of-" in path.name}
-        index = json.loads(next((tmp_path / name).glob(f"{stem}.*.index.json")).read_text())
-        assert (
-            len(files) >= 3
-            and set(index["weight_map"].values()) == files
-            and index["metadata"]["total_size"] == size
-        )
-        assert set(index["weight_map"]) == set(shapes(config(case)))
-    assert (
-        not list((tmp_path / "bin").glob("*.safetensors*"))
-        and (tmp_path / "bin/pytorch_model.bin").exists()
-    )
-    keys = set(json.loads((tmp_path / "v5/config.json").read_text()))
-    assert {"rope_parameters", "dtype"} <= keys and not {
-        "rope_theta",
-        "rope_scaling",
-        "torch_dtype",
-    } & keys
-
-
-def test_loading_is_strict(tmp_path: Path) -> None:
-    tiny_random("qwen3", tmp_path)
-    arrays = tensors(config("qwen3"))
-    norm = arrays.pop("model.layers.1.self_attn.q_norm.weight")
-    write_weights(tmp_path, arrays)
-    with pytest.raises(AssertionError, match="missing"):
-        load(tmp_path)
-    write_weights(
-        tmp_path,
-        {
-            **arrays,
-            "model.layers.1.self_attn.q_norm.weight": norm,
-            "model.layers.1.self_attn.q_proj.bias": norm,
-        },
-    )
-    with pytest.raises(AssertionError, match="unexpected"):
-        load(tmp_path)
-
-
-def test_tiny_random_needs_no_torch(tmp_path: Path) -> None:
-    code = """
-        import sys
-        from pathlib import Path
-        from tests.helpers.tiny import tiny_random
-        tiny_random("mistral", Path(sys.argv[1]))
-        assert not {"torch", "transformers", "safetensors"} & set(sys.modules)
-        """
-    python(code, tmp_path)

@@ -12,7 +12,6 @@ import functools
 import json
 import math
 import re
-import shutil
 import tarfile
 import tempfile
 import zlib
@@ -371,8 +370,8 @@ def tiny_random(
     max_shard_size: int | None = None,
     **changes: Any,
 ) -> Path:
-    """Writes the checkpoint that tiny() writes, byte for byte, in milliseconds and without torch
-    and transformers, so that property tests can use it.
+    """Writes the checkpoint that transformers' own save_pretrained writes, byte for byte, in
+    milliseconds and without torch and transformers, so that property tests can use it.
 
     `changes` replace entries of the case's config.json.
     """
@@ -381,53 +380,6 @@ def tiny_random(
     write_weights(directory, tensors(c, dtype, seed), max_shard_size)
     write_json(directory / "config.json", c)
     _write_side_files(directory, c)
-    return directory
-
-
-def tiny(
-    case: str,
-    directory: Path,
-    dtype: str = "bfloat16",
-    seed: int = 0,
-    max_shard_size: int | None = None,
-    *,
-    bin: bool = False,
-    v5: bool = False,
-    **changes: Any,
-) -> Path:
-    """Writes the case's checkpoint as transformers' own save_pretrained does; returns the
-    directory.
-
-    The config.json has the keys of transformers 4, or with v5 those that transformers 5 writes.
-    With bin, the weights are pytorch_model.bin (or several and their index) in place of
-    safetensors. max_shard_size is in bytes. `changes` replace entries of config.json.
-    """
-    import torch
-
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as work:
-        model = load(tiny_random(case, Path(work), dtype, seed, **changes), dtype)
-        model.save_pretrained(directory, max_shard_size=max_shard_size or 1 << 40)
-        for path in Path(work).iterdir():
-            if path.suffix == ".json" and not (v5 and path.name == "config.json"):
-                shutil.copy(path, directory)
-    if bin:
-        for path in directory.glob("model*.safetensors*"):
-            path.unlink()
-        arrays = tensors({**config(case), **changes}, dtype, seed)
-        files = _files(arrays, max_shard_size, "pytorch_model", "bin")
-        for file, names in files.items():
-            # through fp32, as torch.from_numpy knows no ml_dtypes; exact, for the values were
-            # rounded before
-            kind = getattr(torch, dtype)
-            torch.save(
-                {
-                    name: torch.from_numpy(arrays[name].astype(np.float32)).to(kind)
-                    for name in names
-                },
-                directory / file,
-            )
-        _write_index(directory / "pytorch_model.bin.index.json", arrays, files)
     return directory
 
 

@@ -307,19 +307,6 @@ def test_losses_go_on_as_without_a_reshard(
             np.testing.assert_allclose(mine, expected, rtol=rtol, err_msg=key)
 
 
-def test_another_optimizer_state_would_be_seen(
-    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run], steps: int
-) -> None:
-    """Without the state the losses differ by far more than the tolerance, so the comparison above
-    can fail.
-    """
-    run = chosen[0]
-    fresh = JOB | {"name": "fresh", "checkpoint": str(work / run.saved), "steps": steps}
-    found = judge([fresh | run.before], 4, work / "fresh")
-    apart = np.subtract(curve(found, "fresh", "loss"), curve(results, run.name, "loss"))
-    assert np.abs(apart).max() > 1e-2
-
-
 def test_there_and_back_is_bitwise(
     results: dict[str, dict[str, Any]], work: Path, chosen: list[Run]
 ) -> None:

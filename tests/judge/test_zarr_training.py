@@ -6,7 +6,6 @@ of the old one, which went on itself (tests/helpers/zarr_training.py).
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ if not find_spec("megatron.core"):
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from tests.helpers.commands import ROOT, good, run
+from tests.helpers.commands import good
 from tests.helpers.commands import mckpt as command
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import unpack
@@ -117,21 +116,6 @@ def test_losses_go_on_as_in_the_old_release(
         assert apart["loss"] > 1e-3 and apart["grad_norm"] > 1e-3
     else:
         assert apart["loss"] < ORDER and apart["grad_norm"] < ORDER, apart
-
-
-@pytest.mark.slow
-def test_the_old_release_still_makes_the_samples(tmp_path: Path) -> None:
-    python = os.environ.get("OLD_MEGATRON_PYTHON")
-    if not python:
-        pytest.skip("OLD_MEGATRON_PYTHON names no Python with an old megatron-core")
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
-    program = ROOT / "tests" / "helpers" / "zarr_training.py"
-    form = "fully_sharded_model_space"
-    run([*launch, program, form, tmp_path / "again", "tp=2"], timeout=300)
-    kept = unpacked(form, tmp_path)
-    again = (tmp_path / "again" / "run.json").read_text()
-    assert json.loads(again) == json.loads((kept / "run.json").read_text())
-    assert not mckpt.diff(kept / "zarr", tmp_path / "again")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -18,7 +17,7 @@ from mckpt.storage import addresses, descriptors, sparse_copy
 from mckpt.storage import hub as storage_hub
 from tests.helpers import nemo_archive
 from tests.helpers.commands import ROOT, Said, good, mckpt, refused, run, tree
-from tests.helpers.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving, sha256
+from tests.helpers.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving
 
 SRC = ROOT / "fixtures" / "tiny-qwen3"
 MODEL = "org/tiny"
@@ -338,20 +337,6 @@ def test_a_server_that_stays_busy_is_given_up(hub, cli):
     hub.faults.append(Fault("GET /api", 429, 99, {"Retry-After": "0"}))
     said = cli("inspect", MODEL, code=7).err
     assert "HTTP 429, 4 tries" in said and "give the same command" in said
-
-
-def test_a_connection_lost_in_the_middle_of_a_file_goes_on_there(hub, process):
-    """huggingface_hub writes 10 MiB at once, and goes on behind them."""
-    data = random.Random(0).randbytes(25 << 20)
-    hub.commit(MODEL, {"model.safetensors": data})
-    hub.faults.append(Fault("GET /cdn"))
-    code = (
-        "from mckpt.storage import hub, addresses;"
-        f" print(hub.fetch(addresses.hub_name_of('{MODEL}'), ['*.safetensors']))"
-    )
-    found = Path(process("-c", code).stdout.strip())
-    assert (found / "model.safetensors").read_bytes() == data
-    assert [r for r in hub.asked if "bytes=" in r] == [f"GET /cdn/{sha256(data)} bytes={10 << 20}-"]
 
 
 def test_a_conversion_survives_a_lost_connection(hub, process, tmp_path):

@@ -9,13 +9,12 @@ import ast
 import functools
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import python, run
+from tests.helpers.commands import python
 from tests.helpers.tiny import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,16 +144,6 @@ def reach(module: str) -> set[str]:
             out.add(m)
             todo.append(m)
     return out
-
-
-def test_the_functions_that_find_imports_work() -> None:
-    """Otherwise the tests below could not fail."""
-    assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours(
-        "formats.megatron.torch_dist_writing"
-    )
-    assert "conversion.done" in ours("conversion.planning")  # in functions and for type checkers
-    assert "geometry.box" in reach("api") and "execute.engine" in reach("cli.convert")
-    assert len(MODULES) > 25
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if folder(m) in MAY])
@@ -334,32 +323,6 @@ def test_no_model_is_named_in_code() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "x = model_type == 'llama'",
-        "{'qwen3': 1}",
-        "def convert_mixtral(): pass",
-        "match x:\n case 'MistralForCausalLM': pass",
-    ],
-)
-def test_the_check_finds_a_model_name_in_code(code: str) -> None:
-    assert model_names(ast.parse(code))
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        '"""As Llama has it."""',
-        "raise ValueError('such as llama')",
-        "option(help='extends llama')",
-        "# llama",
-    ],
-)
-def test_messages_may_name_models(code: str) -> None:
-    assert not model_names(ast.parse(code))
-
-
 # ------------------------------------------------------------------------ imports that are paid for
 
 
@@ -369,27 +332,6 @@ def test_import_mckpt_imports_little() -> None:
     )
     assert not loaded & {*HEAVY, "numpy", "yaml", "click", "rich"}
     assert "mckpt" in loaded
-
-
-def test_help_imports_little() -> None:
-    done = run([sys.executable, "-X", "importtime", "-m", "mckpt", "--help"])
-    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert "hf-to-megatron" in done.stdout
-    assert "click" in loaded
-    assert not loaded & {*HEAVY, "numpy"}
-
-
-def test_inspecting_a_model_imports_no_numpy(tiny_model: TinyModel) -> None:
-    """The import of numpy would take longer than reading the headers of most models."""
-    source = str(tiny_model("llama"))
-    python(
-        """
-        import sys, mckpt.cli
-        mckpt.cli.cli(["inspect", sys.argv[1]], standalone_mode=False)
-        assert not {"numpy", "yaml"} & set(sys.modules)
-        """,
-        source,
-    )
 
 
 COMMANDS = """

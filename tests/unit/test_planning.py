@@ -463,13 +463,3 @@ def test_one_error_lists_all_problems_of_a_plan() -> None:
         "layers.2.norm.weight",
     ):
         assert part in text
-
-
-def test_exchanged_k_and_v_still_cover_every_element() -> None:
-    """A proof of cover and a round trip are therefore not enough. tests/unit/test_packing.py
-    compares with references that use no boxes.
-    """
-    a, right, wrong = plain(), fused(1), fused(1, qkv="qvk")
-    there = interpret(join(a.layout(), wrong.layout()), fill(a), wrong.ends)
-    assert there != fill(right)
-    assert interpret(join(wrong.layout(), a.layout()), there, a.ends) == fill(a)
