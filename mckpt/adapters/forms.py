@@ -340,7 +340,7 @@ def _run_config(decided: Decided, names: AdapterNames, how: str, scale: float) -
     """Returns run_config.yaml with the section `peft`, from which Megatron-Bridge builds the
     adapters; nothing for a target that it does not read.
     """
-    asked = structs.replace(decided, target=replace(decided.target, run_config=True))
+    asked = structs.replace(decided, target=decided.target.with_(run_config=True))
     try:
         files = bridge_files(asked)
     except UsageError:

@@ -256,7 +256,7 @@ class Sender:
         folder = Path(tempfile.mkdtemp(dir=folders)) / "made"
         outputs, copies, grids = part(self.outputs, self.joined, group)
         # the parts that are sent meanwhile take the rest
-        how = replace(self.how, max_memory=self.how.max_memory // 2)
+        how = self.how.with_(max_memory=self.how.max_memory // 2)
         sources = list(map(str, self.sources))
         sums = move(self.joined, sources, folder, outputs, copies, grids, how)
         return folder / "data", sums

@@ -116,7 +116,7 @@ def _adapters(
     """
     if options.adapter is None:
         return None
-    known = replace(_known(left, options), like=left.files.described_by)
+    known = _known(left, options).with_(like=left.files.described_by)
     files = open_files(path, known)
     if not files.is_megatron or not has_adapter(files.opened.keys()):
         return None
