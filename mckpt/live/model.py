@@ -349,12 +349,10 @@ def ranks_of(model: Checkpoint) -> Ranks:
 
 def _options(described: Described) -> SourceOptions:
     like, file = described.get("like"), described.get("mapping")
-    return SourceOptions(
+    return SourceOptions.of(
+        described,
         like=None if like is None else places.local(like, weights=False),
-        family=described.get("family"),
         mapping=None if file is None else str(file),
-        vocab_size=described.get("vocab_size"),
-        settings=described.get("settings") or {},
     )
 
 

@@ -88,7 +88,7 @@ def judge(work: Path, names: list[str], how: str, device: str) -> list[str]:
     """Returns the verdicts on checkpoints of WORK. The Hugging Face side runs once for all."""
     started = time.perf_counter()
     checkpoints = [work / name for name in names]
-    options = verification.Options(device=device)
+    options = verification.VerifyOptions(device=device)
     found = verification.verify_all(work / "hf", checkpoints, options)
     seconds = round(time.perf_counter() - started, 1)
     for name, one in zip(names, found, strict=True):

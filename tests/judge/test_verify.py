@@ -14,9 +14,9 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.geometry import packing
 from mckpt.geometry.packing import Shape
-from mckpt.options import SourceOptions
+from mckpt.options import SourceOptions, VerifyOptions
 from mckpt.verification import verdict
-from mckpt.verification.levels import Options, verify_all
+from mckpt.verification.levels import verify_all
 from mckpt.verification.verdict import CLEAN, FAULT, compare_values
 from tests.helpers import commands, tiny
 from tests.helpers.lazy import torch
@@ -161,7 +161,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def verdicts(directory: Path) -> dict[str, mckpt.Verdict]:
     paths = [directory / "clean", *(directory / f"fault{index}" for index in range(len(FAULTS)))]
-    options = Options(device="cpu", length=256, keep=directory / "work")
+    options = VerifyOptions(device="cpu", length=256, keep=directory / "work")
     found = verify_all(directory / "hf", paths, options)
     return dict(zip(["clean", *(name for name, _, _ in FAULTS)], found, strict=True))
 

@@ -14,8 +14,9 @@ import pytest
 import mckpt
 from mckpt import launching
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.options import VerifyOptions
 from mckpt.verification import measuring, verdict
-from mckpt.verification.levels import Options, other_sizes, verify_all
+from mckpt.verification.levels import other_sizes, verify_all
 from mckpt.verification.tokens import read_tokens
 from mckpt.verification.verdict import CLEAN, FAULT
 from tests.formats.test_quantised_checkpoints import tiny_quantised
@@ -32,7 +33,7 @@ def test_a_model_of_an_unusual_class_is_verified(case: str, tmp_path: Path) -> N
     """
     made_models.make([case], tmp_path)
     mckpt.plan(tmp_path / case, tmp_path / "out").run()
-    options = Options(device="cpu", sequences=1, length=64)
+    options = VerifyOptions(device="cpu", sequences=1, length=64)
     (found,) = verify_all(tmp_path / case, [tmp_path / "out"], options)
     assert (found.verdict, found.reasons) == ("pass", [])
     # the embedding is compared where learned positions are in it
@@ -58,7 +59,7 @@ def test_logits_agree_when_the_hugging_face_side_was_cast(
         launch(module, job, *others)
 
     monkeypatch.setattr(launching, "launch", without_the_second_cast)
-    options = Options(device="cpu", sequences=1, length=64)
+    options = VerifyOptions(device="cpu", sequences=1, length=64)
     cast, uncast = verify_all(exported, [megatron, megatron], options)
     assert (cast.verdict, cast.reasons) == ("pass", [])
     note = "Megatron-Core runs with its weights cast to bfloat16, as mckpt.json says"
