@@ -1,13 +1,15 @@
-"""Megatron-Core builds, loads and runs the checkpoints that mckpt writes, and transformers runs
-those that mckpt writes back. Few launches of tests/helpers/judge.py have many cases each, because
-every launch imports megatron-core on every rank.
+"""Megatron-Core builds, loads and runs the checkpoints that mckpt writes for its GPTModel and its
+HybridModel, and transformers runs those that mckpt writes back. Few launches of
+tests/helpers/judge.py have many cases each, because every launch imports megatron-core on every
+rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +28,15 @@ SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
 WORLD = 4
 LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10; a clean run is 100 times closer
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
+# HybridModel with MLA is in 0.19 and later. It does not have the rope frequencies of the first of
+# these, and computes norms of the second one twice
+HYBRID = [
+    case
+    for case in tiny.CASES
+    if SINCE_0_19 and case not in ("llama-rope-scaled", "deepseek-v3-plain")
+]
+DIALECTS = [*((case, "gpt") for case in tiny.CASES), *((case, "hybrid") for case in HYBRID)]
+CUT = {"torch_dist": "Ettt|tttttL", "torch": "Et|ttttt|t|tL"}  # at pp 2, between attention and mlp
 # for llama-rope-scaled: megatron-core uses the factor, but pretrain_gpt.py does not pass it on
 INEXACT = ["rope_factor"]
 SIZES: list[dict[str, Any]] = [{}, {"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 2}]
@@ -54,75 +65,86 @@ def sizes_of(case: str, form: str) -> list[dict[str, Any]]:
     return sizes if tiny.config(case)["num_hidden_layers"] % 4 == 0 else sizes[:1]
 
 
+def hybrid_sizes_of(case: str, form: str) -> list[dict[str, Any]]:
+    if form == "torch":
+        return [{"tp": 2, "pp": 2, "vpp": 2}]
+    return [{"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}] if case in MOE else [{"tp": 2, "pp": 2}]
+
+
+def hybrid_stages(case: str, form: str) -> Parallel:
+    """Stages that end with an attention; of `torch` files also two virtual stages."""
+    layout = CUT[form][:-1]
+    layout += "t" * (2 * tiny.config(case)["num_hidden_layers"] - layout.count("t"))
+    layout += "mL" if tiny.config(case).get("num_nextn_predict_layers") else "L"
+    return Parallel(tp=2, pp=2, layout=layout)
+
+
+class Run(NamedTuple):
+    """A conversion, and the sizes at which megatron-core runs it."""
+
+    case: str
+    form: str
+    size: dict[str, Any]
+    wanted: dict[str, Any]  # of the conversion
+    tag: str = ""
+
+    @property
+    def name(self) -> str:
+        return named(self.case, self.form, self.size) + self.tag
+
+    @property
+    def out(self) -> str:
+        """The directory of the conversion: torch_dist files are those of any sizes."""
+        return self.name if self.form == "torch" else self.case + self.tag
+
+
+LOCAL = {"transformer_impl": "local"}
+# torch_dist is converted once, at sizes that are none of those it is loaded at
+UNEVEN = Parallel(pp=2, first_stage_layers=1)
+RUNS = [
+    Run(case, form, size, LOCAL | {"parallel": parallel(size) if form == "torch" else UNEVEN})
+    for case in tiny.CASES
+    for form in ("torch_dist", "torch")
+    for size in sizes_of(case, form)
+]
+OTHERS = [
+    # files of Transformer Engine's layers, which cut some tensors otherwise
+    *(
+        Run("deepseek-v3", "torch", size, {"parallel": parallel(size)}, "-te")
+        for size in TORCH_MOE_SIZES
+    ),
+    # one key for each layer, although all layers are alike
+    *(
+        Run(case, "torch_dist", {"tp": 2, "pp": 2}, LOCAL | {"layer_keys": "per_layer"}, "-layers")
+        for case in ("qwen3", "mixtral")
+    ),
+    *(
+        Run(case, form, size, {"parallel": hybrid_stages(case, form), "dialect": dialect}, dialect)
+        for case, dialect in DIALECTS
+        for form in ("torch_dist", "torch")
+        for size in hybrid_sizes_of(case, form)
+        if dialect == "hybrid"
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """Results of every case, converted to either format and run by megatron-core at
     several sizes.
     """
     cases = []
-    for case, source in sources.items():
-        tokens = tiny.tokens(case).tolist()
-        for form in ("torch_dist", "torch"):
-            for size in sizes_of(case, form):
-                # torch_dist is converted once, at sizes that are none of those it is loaded at; the
-                # files of `torch` are those of its ranks
-                written = (
-                    Parallel(pp=2, first_stage_layers=1) if form == "torch_dist" else parallel(size)
-                )
-                out = work / form / (case if form == "torch_dist" else named(case, form, size))
-                if not out.exists():
-                    mckpt.plan(
-                        source,
-                        out,
-                        format=form,
-                        parallel=written,
-                        transformer_impl="local",
-                        allow_inexact=INEXACT,
-                    ).run()
-                cases.append(
-                    {
-                        "name": named(case, form, size),
-                        "kind": "forward",
-                        "checkpoint": str(out),
-                        "format": form,
-                        "tokens": tokens,
-                        **size,
-                        "args": {**written.args(), **parallel(size).args()},
-                    }
-                )
-    # files of Transformer Engine's layers, which cut some tensors otherwise
-    for size in TORCH_MOE_SIZES:
-        out = work / "torch" / named("te", "torch", size)
-        mckpt.plan(
-            sources["deepseek-v3"],
-            out,
-            format="torch",
-            parallel=parallel(size),
-            allow_inexact=INEXACT,
-        ).run()
-        cases.append(
-            {
-                "name": named("te", "torch", size),
-                "kind": "forward",
-                "checkpoint": str(out),
-                "tokens": tiny.tokens("deepseek-v3").tolist(),
-                "impl": "local",
-                **size,
-            }
-        )
-    for case in ("qwen3", "mixtral"):  # one key for each layer, although all layers are alike
-        out = work / "per_layer" / case
-        mckpt.plan(sources[case], out, transformer_impl="local", layer_keys="per_layer").run()
-        cases.append(
-            {
-                "name": f"{case}-per_layer",
-                "kind": "forward",
-                "checkpoint": str(out),
-                "tokens": tiny.tokens(case).tolist(),
-                "tp": 2,
-                "pp": 2,
-            }
-        )
+    for run in RUNS + OTHERS:
+        out = work / run.form / run.out
+        if not out.exists():
+            wanted = {"format": run.form, "allow_inexact": INEXACT} | run.wanted
+            mckpt.plan(sources[run.case], out, **wanted).run()
+        given = {"kind": "forward", "checkpoint": str(out), "format": run.form}
+        given["tokens"] = tiny.tokens(run.case).tolist()
+        if run in RUNS:
+            given["args"] = {**run.wanted["parallel"].args(), **parallel(run.size).args()}
+        given |= {"impl": "local"} if run.tag in ("-te", "hybrid") else {}
+        cases.append({"name": run.name} | given | run.size)
     return judge(cases, WORLD, work / "forward", timeout=900)
 
 
@@ -131,41 +153,15 @@ def test_megatron_core_computes_the_logits_of_transformers(
     case: str, sources: dict[str, Path], forward: dict[str, dict[str, Any]]
 ) -> None:
     reference = tiny.hf_logits(sources[case], tiny.tokens(case))
-    for form in ("torch_dist", "torch"):
-        for size in sizes_of(case, form):
-            result = forward[named(case, form, size)]
-            assert result["ok"], explain(result)
-            assert result["unread"] == []
-            apart = np.abs(result["logits"] - reference).max()
-            assert apart < LOGITS_ATOL
-            record("forward", case, form, str(parallel(size)), apart, np.abs(reference).max())
-
-
-@pytest.mark.parametrize("size", TORCH_MOE_SIZES)
-def test_local_layers_read_the_files_of_transformer_engine(
-    size: dict[str, Any], sources: dict[str, Path], forward: dict[str, dict[str, Any]]
-) -> None:
-    result = forward[named("te", "torch", size)]
-    assert result["ok"], explain(result)
-    assert (
-        np.abs(
-            result["logits"] - tiny.hf_logits(sources["deepseek-v3"], tiny.tokens("deepseek-v3"))
-        ).max()
-        < LOGITS_ATOL
-    )
-
-
-@pytest.mark.parametrize("case", ["qwen3", "mixtral"])
-def test_megatron_core_finds_per_layer_keys(
-    case: str, sources: dict[str, Path], forward: dict[str, dict[str, Any]]
-) -> None:
-    result = forward[f"{case}-per_layer"]
-    assert result["ok"], explain(result)
-    assert result["unread"] == []
-    assert (
-        np.abs(result["logits"] - tiny.hf_logits(sources[case], tiny.tokens(case))).max()
-        < LOGITS_ATOL
-    )
+    for run in (run for run in RUNS + OTHERS if run.case == case):
+        result = forward[run.name]
+        assert result["ok"], explain(result)
+        assert result["unread"] == [] or run.tag == "-te"
+        apart = np.abs(result["logits"] - reference).max()
+        assert apart < LOGITS_ATOL
+        if run in RUNS or run.tag == "hybrid":
+            sizes, dialect = str(parallel(run.size)), run.tag or "gpt"
+            record("forward", case, run.form, sizes, apart, np.abs(reference).max(), dialect)
 
 
 @pytest.fixture(scope="module")
@@ -174,70 +170,43 @@ def saved(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
     writes them.
     """
     cases = []
-    for case, source in sources.items():
-        args = megatron_args(source)
-        for form in ("torch_dist", "torch"):
-            cases.append(
-                {
-                    "name": f"{case}-{form}",
-                    "kind": "save",
-                    "args": args,
-                    "format": form,
-                    "destination": str(work / "saved" / f"{case}-{form}"),
-                    "tokens": tiny.tokens(case).tolist(),
-                    "tp": 2,
-                    "pp": 2,
-                    "iteration": 7,
-                }
-            )
-    case = "qwen3"
-    cases.append(
-        {
-            "name": f"{case}-bare",
-            "kind": "save",
-            "args": megatron_args(sources[case]),
-            "format": "torch_dist",
-            "with_args": False,
-            "destination": str(work / "saved" / f"{case}-bare"),
-            "tokens": tiny.tokens(case).tolist(),
-            "tp": 2,
-            "pp": 2,
-        }
-    )
+    for (case, dialect), form in itertools.product(DIALECTS, ("torch_dist", "torch")):
+        name = f"{case}-{dialect}-{form}"
+        given = {"args": megatron_args(sources[case], dialect), "tp": 2, "pp": 2, "iteration": 7}
+        given |= {"destination": str(work / "saved" / name), "tokens": tiny.tokens(case).tolist()}
+        cases.append({"name": name, "kind": "save", "format": form} | given)
+    bare = next(case for case in cases if case["name"] == "qwen3-gpt-torch_dist")
+    place = {"name": "qwen3-bare", "destination": str(work / "saved" / "qwen3-bare")}
+    cases.append(bare | place | {"with_args": False, "iteration": 1})
     return judge(cases, WORLD, work / "save", timeout=900)
 
 
-def megatron_args(source: Path) -> dict[str, Any]:
+def megatron_args(source: Path, dialect: str = "gpt") -> dict[str, Any]:
     """Returns the args of a run that trains this model, as plain values."""
-
-    ckpt = mckpt.open(source)
-    given = {
-        "dtype": "float32",
-        "padded_vocab_size": 256,
-        "transformer_impl": "local",
-        "experts": "sequential",
-    }
-    return {**mapping.load("megatron", "gpt").write(ckpt.dims, given), "params_dtype": "float32"}
+    given = {"dtype": "float32", "padded_vocab_size": 256}
+    if dialect == "gpt":
+        given |= LOCAL | {"experts": "sequential"}
+    args = mapping.load("megatron", dialect).write(mckpt.open(source).dims, given)
+    return {**args, **LOCAL, "params_dtype": "float32"}
 
 
-@pytest.mark.parametrize("case", tiny.CASES)
+@pytest.mark.parametrize(("case", "dialect"), DIALECTS)
 def test_transformers_computes_the_logits_of_checkpoints_of_megatron_core(
-    case: str, work: Path, saved: dict[str, dict[str, Any]], sources: dict[str, Path]
+    case: str, dialect: str, work: Path, saved: dict[str, dict[str, Any]]
 ) -> None:
     for form in ("torch_dist", "torch"):
-        result = saved[f"{case}-{form}"]
-        assert result["ok"], explain(result)
-        out = work / "exported" / f"{case}-{form}"
-        planned = mckpt.plan(
-            work / "saved" / f"{case}-{form}", out, format="hf", allow_inexact=INEXACT
-        )
+        name = f"{case}-{dialect}-{form}"
+        assert saved[name]["ok"], explain(saved[name])
+        opened, out = mckpt.open(work / "saved" / name), work / "exported" / name
+        assert opened.mapping.name == dialect
+        planned = mckpt.plan(opened, out, format="hf", allow_inexact=INEXACT)
         planned.run(check_replicas=True)
         # the output lists the differences that were allowed
         assert list(planned.facts["inexact"]) == ["rope_factor"] * (case == "llama-rope-scaled")
-        apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - result["logits"]).max()
+        apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - saved[name]["logits"]).max()
         assert apart < LOGITS_ATOL
-        largest = np.abs(result["logits"]).max()
-        record("saved by megatron-core", case, form, "tp 2, pp 2", apart, largest)
+        largest = np.abs(saved[name]["logits"]).max()
+        record("saved by megatron-core", case, form, "tp 2, pp 2", apart, largest, dialect)
 
 
 def test_a_checkpoint_without_args_needs_like(
