@@ -417,7 +417,7 @@ def push(
     return pushing.push(Path(directory), name, revision, private, message, dry_run, tell)
 
 
-# -------------------------------------------------------------------------- keywords -> dataclasses
+# ----------------------------------------------------------------------------- keywords -> tables
 
 
 def _opened(source: Source) -> checkpoint.Checkpoint:

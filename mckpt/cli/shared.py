@@ -1,7 +1,7 @@
-"""Options that several commands share, and the dataclasses that are made from them.
+"""Options that several commands share, and the tables of `mckpt.options` that are made from them.
 
-An option has the name of the field that it sets, so `SourceOptions` and `TargetOptions` take their
-fields from the options by name.
+An option has the name of the field that it sets, so a table takes its fields from the options by
+name.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def run_options(otherwise: str) -> Decorator:
     return together(_model_sizes(otherwise=otherwise), of_verify("cp device transformer_impl"))
 
 
-# --------------------------------------------------------------------------- options -> dataclasses
+# ----------------------------------------------------------------------------- options -> tables
 
 
 def open_source(path: Path, options: Options) -> Checkpoint:
