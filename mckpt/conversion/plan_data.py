@@ -31,7 +31,7 @@ from mckpt.errors import counted, printable, shown
 from mckpt.formats import carried
 from mckpt.formats.base import Names, dtypes_of
 from mckpt.formats.megatron.optimizer import holds_state, is_state
-from mckpt.geometry.box import Layout, gaps
+from mckpt.geometry.box import ZEROS, Layout, gaps
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.mapping import MappingFile
 from mckpt.options import TargetOptions
@@ -122,7 +122,8 @@ class Form:
                 "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
                 **({"iteration": at} if (at := source.files.iteration) is not None else {}),
                 "files": [
-                    {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
+                    {"name": Path(f).name, "bytes": os.stat(f).st_size}
+                    for f in moved.layout.own_files
                 ],
             },
             "mapping": {
@@ -144,7 +145,13 @@ class Form:
             "inexact": dict(self.inexact),
             **({"carried": carried.facts(unchanged)} if unchanged else {}),
             **({"adapter": merging.facts} if merging else {}),
-            "notes": [*source.model.notes, *merges, *self.notes, *offset_notes(joined)],
+            "notes": [
+                *source.model.notes,
+                *merges,
+                *self.notes,
+                *filled_notes(moved.layout),
+                *offset_notes(joined, moved.layout),
+            ],
             **self.facts,
         }
 
@@ -160,12 +167,27 @@ def _merge_notes(merges: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def offset_notes(joined: Joined) -> list[str]:
+def filled_notes(layout: Layout) -> list[str]:
+    """Returns a note for each value that fills tensors which the source does not have."""
+    by_value: dict[float, list[str]] = {}
+    for s in layout.filled():
+        value = -s.pieces[0].offset or 0.0
+        by_value.setdefault(value, []).extend(s.key.format(layer=i) for i in s.layer.tolist())
+    return [
+        f"{counted(len(keys), 'tensor')} that no layer computes with, such as {min(keys)}: not in"
+        f" the source; each element is written as {value:g}"
+        for value, keys in by_value.items()
+    ]
+
+
+def offset_notes(joined: Joined, source: Layout) -> list[str]:
     """Returns notes on the tensors that one side stores with a number added to each value."""
     out = []
+    filled = [n for n, file in enumerate(source.files) if file == ZEROS]
     for number, cast in enumerate(joined.casts):
-        if cast.offset:
-            copies = joined.copies[joined.copies["cast"] == number]
+        copies = joined.copies[joined.copies["cast"] == number]
+        copies = copies[~np.isin(copies["src_file"], filled)]
+        if cast.offset and len(copies):
             elements = int((copies["rows"] * copies["run"]).sum())
             name = joined.name(int(copies["tensor"][0]))
             out.append(
@@ -291,7 +313,7 @@ class PlanData:
         """
         merging = self.source.merging
         made_of = {} if merging is None else merging.made_of
-        stored = (made_of.get(file, (file,)) for file in self.source.layout.files)
+        stored = (made_of.get(file, (file,)) for file in self.source.layout.own_files)
         files = [*itertools.chain.from_iterable(stored), *map(str, self.copied)]
         if refresh:
             for copy in {id(one): one for one in map(sparse_copy.of, files) if one}.values():
@@ -351,7 +373,7 @@ class PlanData:
             "source": {
                 "path": str(self.source.path),
                 "format": self.source.format,
-                "files": len(self.source.layout.files),
+                "files": len(self.source.layout.own_files),
                 "tensors": len(self.source),
                 "parallel": str(self.source.parallel),
                 "mapping": self.source.mapping.name,

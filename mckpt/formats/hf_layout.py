@@ -15,10 +15,11 @@ from mckpt.formats.base import Names, Problems, packed, shapes_of, stored_of
 from mckpt.formats.hf_config import QUANTISED, quantised_by
 from mckpt.formats.hf_encodings import Quantisation
 from mckpt.formats.hf_quantised import QuantisedTensors, Weights
-from mckpt.geometry.box import Layout, Stored, whole_box
+from mckpt.geometry.box import ZEROS, Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
+from mckpt.mapping.schema import plain
 from mckpt.values import dtypes
 
 # dtypes of the elements of quantised weights, which have no value without scales
@@ -48,6 +49,9 @@ class Matching:
         self.stored: list[Stored] = []
         self.used = np.zeros(len(entries.names), bool)  # the tensors that a rule names
         self.mtp_found = self.mtp_missing = 0  # tensors of multi-token prediction
+        # of the rules with `absent`: how many tensors are there, and the numbers of the others
+        self.kept = 0
+        self.absent: list[tuple[Bound, np.ndarray]] = []
 
     def layout(self) -> Layout:
         """Returns the logical box that each stored tensor holds.
@@ -57,6 +61,7 @@ class Matching:
         bound = self.names.bound
         for b in bound:
             self._add_rule(b)
+        files = [*self.files, *self._fill_absent()]
         form = self.family.form(self.scope)
         left = dict.fromkeys(self.entries.names[i] for i in np.flatnonzero(~self.used).tolist())
         self._add_carried([key for key in left if form.carries(key)])
@@ -66,7 +71,7 @@ class Matching:
         self._explain_problems()
         self.problems.check()
         shapes = {**shapes_of(bound, self.scope), **carried.shapes(self.stored)}
-        return Layout(self.files, self.stored, shapes, ignored, dropped)
+        return Layout(files, self.stored, shapes, ignored, dropped)
 
     # ------------------------------------------------------------------- tensors that a rule names
 
@@ -91,7 +96,12 @@ class Matching:
             self.mtp_found += int((quantised | there).sum())
             self.mtp_missing += 0 if rule.alias else int((~quantised & ~there).sum())
         fit = self.entries.are(rows, [kind.shape == axes + shape for kind in self.entries.kinds])
-        self._report_unfit(b, np.flatnonzero(~fit & ~quantised).tolist(), rows, axes + shape)
+        unfit = np.flatnonzero(~fit & ~quantised)
+        if rule.absent is not None:
+            self.kept += int((quantised | there).sum())
+            self.absent.append((b, unfit[~there[unfit]]))
+            unfit = unfit[there[unfit]]
+        self._report_unfit(b, unfit.tolist(), rows, axes + shape)
         here = np.flatnonzero(fit)
         rows = rows[here]
         where = np.stack(
@@ -116,6 +126,29 @@ class Matching:
             self.stored += stored_of(
                 rule.key, pieces, kind, where[:, alike], self.problems, replica=rule.alias
             )
+
+    def _fill_absent(self) -> list[str]:
+        """Adds the tensors that may be absent, as parts of a file of zeros; returns the files that
+        this adds. If some of these tensors are there, it reports the others as missing.
+        """
+        kinds = {plain(p.tensor): s.dtype for s in self.stored for p in s.pieces}
+        at = 0
+        for b, numbers in self.absent if not self.problems else ():
+            whole = packed(b.rule, self.scope)
+            shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of, b.rule.transposed)
+            if self.kept:
+                self._report_unfit(b, numbers.tolist(), np.full(len(b.keys()), -1), shape)
+                continue
+            # the values are those of the file minus the offset
+            filled = tuple(p._replace(offset=-(b.rule.absent or 0.0)) for p in pieces)
+            dtype = kinds[plain(b.rule.of[0])]
+            nbytes = math.prod(shape) * dtypes.itemsize(dtype)
+            layers, experts = (index[numbers] for index in b.instances())
+            places = at + nbytes * np.arange(len(numbers))
+            at += nbytes * len(numbers)
+            where = layers, experts, np.full(len(numbers), len(self.files)), places
+            self.stored.append(Stored(b.rule.key, dtype, shape, filled, *where))
+        return [ZEROS] * bool(at)
 
     def _report_unfit(
         self, b: Bound, numbers: list[int], rows: np.ndarray, shape: tuple[int, ...]

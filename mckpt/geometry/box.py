@@ -116,6 +116,11 @@ class Stored:
         return self.scales.dtype if self.scales else self.rounded_from or self.dtype
 
 
+# The file of tensors that a source does not have and whose values are known (`absent` of a rule).
+# It has a zero at each byte and no end.
+ZEROS = "/dev/zero"
+
+
 @dataclass(eq=False)
 class Layout:
     """The places of all stored tensors in the files of a checkpoint."""
@@ -126,6 +131,16 @@ class Layout:
     ignored: dict[str, str] = field(default_factory=dict)  # stored key that is not read -> reason
     # the entries of `ignored` that are weights of the model
     dropped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def own_files(self) -> list[str]:
+        """The files of the checkpoint, without ZEROS."""
+        return [file for file in self.files if file != ZEROS]
+
+    def filled(self) -> list[Stored]:
+        """Returns the stored tensors whose values are known and in no file of the checkpoint."""
+        number = self.files.index(ZEROS) if ZEROS in self.files else -1
+        return [s for s in self.stored if len(s) and s.file[0] == number]
 
     @property
     def num_tensors(self) -> int:

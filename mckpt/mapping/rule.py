@@ -41,6 +41,8 @@ class Rule(NamedTuple):
     heads: Expression | None = None  # groups of the packing qkv; None: num_query_groups
     offset: float = 0.0  # the stored values are the logical ones plus this number
     encoder: bool = False  # {layer} counts the layers of the encoder, not those of the decoder
+    # the value of all elements where a source does not have the tensor; None: it must be there
+    absent: float | None = None
 
     @property
     def condition(self) -> str:
@@ -125,6 +127,7 @@ _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _RULE = (
     *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
     "transposed",
+    "absent",
 )
 ENCODER = "encoder.{layer}."  # of the logical names of an encoder's layers
 _BLOCK = ("is", "when", "instead", "mtp", "groups", "tensors", "objects")
@@ -341,10 +344,13 @@ def _rule(
     if dtype not in (None, *TABLE):
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
     heads, offset = expression(spec.get("heads"), where), spec.get("offset", 0)
+    absent = spec.get("absent")
     if heads is not None and pack != "qkv":
         raise ValueError("`heads` is for the packing qkv only")
     if type(offset) not in (int, float):
         raise ValueError(f"`offset` is a number, not {offset!r}")
+    if type(absent) not in (int, float, type(None)) or (absent is not None and pack != "one"):
+        raise ValueError(f"`absent` is a number, for one tensor, not {absent!r}")
     return Rule(
         key,
         of,
@@ -363,6 +369,7 @@ def _rule(
         heads,
         float(offset),
         (of or (prefix,))[0].startswith(ENCODER),
+        None if absent is None else float(absent),
     )
 
 

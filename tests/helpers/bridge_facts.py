@@ -7,6 +7,8 @@ fixtures/bridge/CASE.json:
 
     model    the section `model` of run_config.yaml, without the fields that are null
     tensors  key of torch_dist -> [shape, CRC-32 of the bytes], without padding of the vocabulary
+    saved    those tensors that differ if transformers has saved the model: then the layers that
+             take the keys and values of others have none of their own
 
 CONTRIBUTING.md has the command that makes the environment.
 """
@@ -69,9 +71,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         made_models.make(chosen, work / "hf")
+        shared = [c for c in chosen if made_models.config(c).get("num_kv_shared_layers")]
+        for case in shared:
+            saved = work / "hf" / f"{case}.saved"
+            made_models.without_unread(work / "hf" / case, saved)
+            # Megatron-Bridge multiplies by this number, and published configs have null
+            config = made_models.config(case)
+            config["num_global_key_value_heads"] = config["num_key_value_heads"]
+            (saved / "config.json").write_text(json.dumps(config))
         cases = [
             {"name": c, "source": str(work / "hf" / c), "destination": str(work / "bridge" / c)}
-            for c in chosen
+            for c in (*chosen, *(f"{case}.saved" for case in shared))
         ]
         python = os.environ["MEGATRON_BRIDGE_PYTHON"]
         results = judge(cases, 1, work / "ran", fake_te=True, program="bridge.py", python=python)
@@ -80,10 +90,14 @@ def main() -> None:
             assert results[case]["ok"], results[case]["error"]
             root = work / "bridge" / case
             model = run_config.read_model(next(root.rglob(run_config.RUN_CONFIG)))
-            facts = {
+            rows = made_models.config(case)["vocab_size"]
+            facts: dict[str, Any] = {
                 "model": {k: v for k, v in model.items() if v is not None and k != "hf_model_id"},
-                "tensors": described(root, made_models.config(case)["vocab_size"]),
+                "tensors": described(root, rows),
             }
+            if case in shared:
+                saved = described(work / "bridge" / f"{case}.saved", rows)
+                facts["saved"] = {k: v for k, v in saved.items() if v != facts["tensors"].get(k)}
             (FACTS / f"{case}.json").write_text(json.dumps(facts) + "\n")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import zlib
@@ -129,6 +130,21 @@ def _add_unread(c: dict[str, Any], file: Path) -> None:
             drawn = np.random.RandomState(zlib.crc32(name.encode()))
             held[name] = drawn.standard_normal(shape).astype(np.float32)
     save_file(held, file, {"format": "pt"})
+
+
+def without_unread(source: Path, folder: Path) -> None:
+    """Copies a directory without the tensors that `_add_unread` adds: as transformers saves it."""
+    from safetensors.numpy import load_file, save_file
+
+    c = json.loads((source / "config.json").read_text())
+    first = text(c)["num_hidden_layers"] - text(c)["num_kv_shared_layers"]
+    unread = re.compile(r".*layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight")
+    held = load_file(source / "model.safetensors")
+    found = {key: unread.fullmatch(key) for key in held}
+    kept = {k: v for k, v in held.items() if not ((m := found[k]) and int(m[1]) >= first)}
+    folder.mkdir(parents=True)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(c))
 
 
 def published_name(name: str, names: dict[str, str]) -> str:

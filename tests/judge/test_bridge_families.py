@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import mckpt
-from mckpt.errors import UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from tests.helpers import bridge_facts, made_models
 
@@ -95,6 +96,56 @@ def test_training_may_leave_the_second_copy_of_the_keys_behind(
     assert changed == 2 * made_models.config(case)["num_global_key_value_heads"]
     mckpt.plan(root, tmp_path / "hf", format="hf").run()
     assert not mckpt.diff(sources / case, tmp_path / "hf")
+
+
+# case: as published or as transformers saves it, a tensor without which it is refused
+LOST = {
+    "saved, a layer's own": (True, "layers.5.self_attn.k_proj"),
+    "saved, the queries": (True, "layers.8.self_attn.q_proj"),
+    "published, a layer's own": (False, "layers.2.self_attn.k_norm"),
+    "published, one of the unused": (False, "layers.7.self_attn.v_proj"),
+}
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("case", ["gemma4_e2b", "gemma4_e4b"])
+def test_layers_without_keys_of_their_own_are_filled_as_megatron_bridge_does(
+    case: str, sources: Path, tmp_path: Path
+) -> None:
+    """transformers saves none for the layers that take those of others."""
+    saved, root = tmp_path / "saved", tmp_path / "megatron"
+    made_models.without_unread(sources / case, saved)
+    plan = mckpt.plan(saved, root)
+    notes = [note for note in plan.facts["notes"] if "no layer computes with" in note]
+    assert [(note.split()[0], note.split()[-1]) for note in notes] == [("6", "0"), ("3", "1")]
+    plan.run()
+    facts = bridge_facts.read(case)
+    assert facts["saved"]
+    found = bridge_facts.described(root, made_models.config(case)["vocab_size"])
+    assert found == facts["tensors"] | facts["saved"]
+    assert not mckpt.diff(saved, root)
+    apart = {changed.name for changed in mckpt.diff(sources / case, root).changed}
+    assert apart == {f"layers.{i}.attn.{n}.weight" for i in (6, 7, 8) for n in ("k", "v", "k_norm")}
+    mckpt.plan(root, tmp_path / "hf", format="hf").run()
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == load_file(sources / case / "model.safetensors").keys()
+    assert all((written[k] == v).all() for k, v in load_file(saved / "model.safetensors").items())
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("lost", LOST)
+def test_a_lost_tensor_of_shared_keys_is_refused(lost: str, sources: Path, tmp_path: Path) -> None:
+    (as_saved, name), folder = LOST[lost], tmp_path / "hf"
+    if as_saved:
+        made_models.without_unread(sources / "gemma4_e2b", folder)
+    else:
+        shutil.copytree(sources / "gemma4_e2b", folder)
+    held = load_file(folder / "model.safetensors")
+    del held[f"model.{name}.weight"]
+    save_file(held, folder / "model.safetensors")
+    with pytest.raises(SourceError, match=f"{name}.weight is missing") as refused:
+        mckpt.plan(folder, tmp_path / "megatron")
+    assert str(refused.value).count("is missing") == 1
 
 
 def as_bridge_saves(root: Path, case: str) -> None:

@@ -137,6 +137,10 @@ BROKEN: dict[str, tuple[str, str]] = {
         "tensors:\n  a: {pack: zip, of: [embed.weight, lm_head.weight]}\n",
         r"my\.yaml:2: a: no packing 'zip'; known: one, concat, gated, qkv",
     ),
+    "a text for an absent tensor": (
+        "tensors:\n  a: {of: embed.weight, absent: none}\n",
+        r"my\.yaml:2: a: `absent` is a number, for one tensor, not 'none'",
+    ),
     "several tensors and no pack": (
         "tensors:\n  a: {of: [embed.weight, lm_head.weight]}\n",
         r"my\.yaml:2: a: several tensors need a `pack`",
