@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from mckpt import launching
+from mckpt.containers.dcp_metadata import read_metadata
 
 HERE = Path(__file__).resolve().parent
 
@@ -71,6 +72,36 @@ def multi_token_difference(case: str, result: dict[str, Any], wanted: np.ndarray
     apart, largest = np.abs(result["logits"][:, :-1] - wanted).max(), np.abs(wanted).max()
     record("multi-token prediction", case, "torch", "1 rank", apart, largest, dialect="hybrid")
     return float(apart)
+
+
+def expect_keys(
+    real: dict[str, Any], dist: Path, files: Path, dtypes: bool = False, objects: bool = True
+) -> None:
+    """Fails unless two checkpoints have the names and shapes of a model of Megatron-Core.
+
+    real: its result of the entry `keys` of stock.py. dist, files: the directories with the files of
+    the formats torch_dist and torch. dtypes: also compare the dtypes of torch_dist. objects: the
+    checkpoint has no objects beside those of the model, such as _extra_state.
+    """
+    import torch
+
+    assert real["ok"], explain(real)
+    stored = read_metadata(dist / ".metadata")
+    ours = {key: [list(shape), dtype] for key, (dtype, shape, _) in stored.tensors.items()}
+    tensors = {k: v for k, v in real["torch_dist"].items() if v[1] != "object"}
+    of_shape = slice(None, 2 if dtypes else 1)
+    assert {k: v[of_shape] for k, v in ours.items()} == {k: v[of_shape] for k, v in tensors.items()}
+    theirs = set(real["torch_dist"]) - set(tensors)
+    assert theirs and theirs <= set(stored.objects)
+    assert not objects or set(stored.objects) - theirs == {"common_state/shard_0_1"}
+    assert {path.name for path in files.glob("mp_rank_*")} == set(real["torch"])
+    for directory, models in real["torch"].items():
+        file = torch.load(files / directory / "model_optim_rng.pt", weights_only=False)
+        names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+        assert [name for name in file if name.startswith("model")] == names
+        for name, wanted in zip(names, models, strict=True):
+            held = {k: None if "_extra" in k else list(v.shape) for k, v in file[name].items()}
+            assert held == {k: None if "_extra" in k else shape for k, shape in wanted.items()}
 
 
 def chosen_cases(session: pytest.Session) -> set[str]:

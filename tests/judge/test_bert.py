@@ -15,19 +15,18 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.errors import MappingError, UsageError
-from mckpt.formats.base import packed
-from mckpt.formats.megatron import torch_shards
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification.levels import verify
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import refused
 from tests.helpers.judging import explain, judge
+from tests.judge.test_dialect import PADDED_ROWS, torch_dist_tensors, torch_tensors
 
 pytestmark = pytest.mark.judge
 
 CASE = "megatron_bert"
 ATOL = 1e-4
-PARALLEL, PADDED_ROWS = Parallel(tp=2, pp=2), 256
+PARALLEL = Parallel(tp=2, pp=2)
 IMPLS = ("local", "transformer_engine")
 LENGTH = 40  # of the second sequence; the rest of it is padding
 
@@ -87,37 +86,18 @@ def test_every_tensor_of_the_model_has_a_rule(
     found = ran[f"keys-{impl}"]
     assert found["ok"], explain(found)
     dialect, dims = mapping.load("megatron", "bert"), mckpt.open(made).dims
-    chosen = {
-        "transformer_impl": impl,
-        "experts": "grouped",
-        "layers": "stacked",
-        "latent_norms": "fused",
-    }
-    scope = dialect.scope(dims, keys="global", pp=PARALLEL.pp, **chosen)
-    assert {
-        key: [*b.axes(scope), *packed(b.rule, scope, PADDED_ROWS).shape]
-        for b in dialect.bind(scope)
-        for key, _ in b.global_keys()
-    } == {k: shape for k, (shape, dtype) in found["torch_dist"].items() if dtype != "object"}
+    chosen = {"transformer_impl": impl, "experts": "grouped", "latent_norms": "fused"}
+    tensors = {k: shape for k, (shape, kind) in found["torch_dist"].items() if kind != "object"}
+    assert torch_dist_tensors(dims, chosen, PARALLEL, "bert") == tensors
+    scope = dialect.scope(dims, keys="global", layers="stacked", pp=PARALLEL.pp, **chosen)
     objects = {key for b in dialect.bind(scope, dialect.objects) for key, _ in b.global_keys()}
     stored = {k.split("/")[0] for k, (_, kind) in found["torch_dist"].items() if kind == "object"}
     assert stored <= objects  # the stand-in for Transformer Engine lacks one
-    scope = dialect.scope(dims, keys="local", pp=PARALLEL.pp, **chosen)
-    files: dict[str, dict[str, list[int]]] = {}
-    stages = PARALLEL.stages(dims["num_layers"])
-    for b in dialect.bind(scope):
-        for held in torch_shards.shards(
-            b, packed(b.rule, scope, PADDED_ROWS), PARALLEL, PARALLEL.files(False)
-        ):
-            for p in range(PARALLEL.pp):
-                for t, e in held.files:
-                    of_rank = files.setdefault(PARALLEL.directory(t, p, e), {})
-                    for *_, key in torch_shards.instances(b, stages[p], p, PARALLEL, dims, e):
-                        of_rank[key] = list(held.shape)
-    for directory, [model] in found["torch"].items():
-        wanted = {k: shape for k, shape in model.items() if not k.endswith("_extra_state")}
-        assert files.pop(directory) == wanted
-    assert not files
+    weights = {
+        directory: [{k: v for k, v in model.items() if not k.endswith("_extra_state")}]
+        for directory, [model] in found["torch"].items()
+    }
+    assert torch_tensors(dims, chosen, PARALLEL, "bert") == weights
 
 
 def test_a_model_without_the_head_for_sentences_is_refused(made: Path, tmp_path: Path) -> None:

@@ -110,10 +110,10 @@ def test_every_tensor_of_the_model_has_a_rule(
 
 
 def torch_dist_tensors(
-    dims: Dims, chosen: dict[str, Any], parallel: Parallel
+    dims: Dims, chosen: dict[str, Any], parallel: Parallel, name: str = "gpt"
 ) -> dict[str, list[int]]:
-    """Returns key -> shape of every tensor that a torch_dist checkpoint contains."""
-    dialect = mapping.load("megatron", "gpt")
+    """Returns key -> shape of every tensor that a torch_dist checkpoint of a dialect contains."""
+    dialect = mapping.load("megatron", name)
     layers = dialect.choices_in(dialect.write(dims, chosen)).get("layers", "stacked")
     scope = dialect.scope(dims, keys="global", layers=layers, pp=parallel.pp, **chosen)
     return {
@@ -124,12 +124,12 @@ def torch_dist_tensors(
 
 
 def torch_tensors(
-    dims: Dims, chosen: dict[str, Any], parallel: Parallel
+    dims: Dims, chosen: dict[str, Any], parallel: Parallel, name: str = "gpt"
 ) -> dict[str, list[dict[str, list[int]]]]:
     """Returns the directory of a rank -> key -> shape of every tensor in its file, with one dict
     for each virtual stage.
     """
-    dialect = mapping.load("megatron", "gpt")
+    dialect = mapping.load("megatron", name)
     scope = dialect.scope(dims, keys="local", layers="stacked", pp=parallel.pp, **chosen)
     grid, stages = (
         parallel.files(bool(dims["num_experts"])),

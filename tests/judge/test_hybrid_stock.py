@@ -20,10 +20,9 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import tiny
-from tests.helpers.judging import explain, judge, record
+from tests.helpers.judging import expect_keys, explain, judge, record
 from tests.helpers.tiny import TinyModel
 from tests.judge.test_stock import FORMATS, LOGITS_ATOL, launch_line
 
@@ -150,19 +149,12 @@ def results(
         again = by_name[f"{case}-torch_dist"] | only_load | {"flags": launch_line(own)}
         cases.append(again | {"name": f"translated {case}", "checkpoint": str(gpt)})
         cases.append(again | {"name": f"resharded {case}", "checkpoint": str(own)})
-    other = tiny.tiny_random("qwen3", work / "hf" / "other", "float32", seed=1)
-    other = convert(other, work / "other", parallel=RUNS["qwen3"])
-    whole = by_name["qwen3-torch_dist"] | only_load
-    cases.append(whole | {"name": "other weights", "checkpoint": str(other)})
     for form in FORMATS:
         whole = by_name[f"qwen3-{form}"] | only_load
         short = without_flags(IN_CHECKPOINT, whole["flags"])
         assert "--hybrid-layer-pattern" not in short
         own_args = ["--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"]
         cases.append(whole | {"name": f"checkpoint-args {form}", "flags": short + own_args})
-    whole = by_name["qwen3-torch_dist"] | only_load
-    shuffled = [word.replace("*-*-|*-*-", "**--|*-*-") for word in whole["flags"]]
-    cases.append(whole | {"name": "shuffled pattern", "flags": shuffled})
     return judge(cases, 4, work / "judged", fake_te=True, program="stock.py")
 
 
@@ -182,46 +174,14 @@ def references(sources: dict[str, Path]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("case", "size"), LAYOUTS)
-def test_torch_dist_has_the_keys_of_the_real_model(
+def test_the_keys_are_those_of_the_real_model(
     case: str,
     size: str,
     written: dict[tuple[str, str, str], Path],
     results: dict[str, dict[str, Any]],
 ) -> None:
-    real = results[f"keys {case} {size}"]
-    assert real["ok"], explain(real)
-    stored = read_metadata(written[case, size, "torch_dist"] / "release" / ".metadata")
-    ours = {key: [list(shape), dtype] for key, (dtype, shape, _) in stored.tensors.items()}
-    tensors = {k: v for k, v in real["torch_dist"].items() if v[1] != "object"}
-    assert ours == tensors
-    objects = set(real["torch_dist"]) - set(tensors)
-    assert any("output_layer._extra_state" in key for key in objects)
-    assert set(stored.objects) - {"common_state/shard_0_1"} == objects
-
-
-@pytest.mark.parametrize(("case", "size"), LAYOUTS)
-def test_torch_files_have_the_names_of_the_real_model(
-    case: str,
-    size: str,
-    written: dict[tuple[str, str, str], Path],
-    results: dict[str, dict[str, Any]],
-) -> None:
-    real = results[f"keys {case} {size}"]
-    assert real["ok"], explain(real)
-    import torch
-
-    unit = written[case, size, "torch"] / "release"
-    assert {path.name for path in unit.glob("mp_rank_*")} == set(real["torch"])
-    for directory, models in real["torch"].items():
-        file = torch.load(unit / directory / "model_optim_rng.pt", weights_only=False)
-        names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-        assert [name for name in file if name.startswith("model")] == names
-        for name, wanted in zip(names, models, strict=True):
-            ours = {
-                key: None if "_extra" in key else list(v.shape) for key, v in file[name].items()
-            }
-            theirs = {key: None if "_extra" in key else shape for key, shape in wanted.items()}
-            assert ours == theirs
+    dist, files = (written[case, size, form] / "release" for form in FORMATS)
+    expect_keys(results[f"keys {case} {size}"], dist, files, dtypes=True)
 
 
 @pytest.mark.parametrize(("case", "form"), LOADS)
@@ -276,22 +236,3 @@ def test_the_translation_of_the_stock_trainer_gives_the_same_weights(
     assert theirs["ok"], explain(theirs)
     assert ours["ok"], explain(ours)
     assert theirs["weights"] == ours["weights"]
-
-
-# ------------------------------------------------------------------------------- the judge can fail
-
-
-def test_other_weights_have_other_hashes(results: dict[str, dict[str, Any]]) -> None:
-    assert results["other weights"]["ok"], explain(results["other weights"])
-    for other, own in zip(
-        results["other weights"]["weights"], results["qwen3-torch_dist"]["weights"], strict=True
-    ):
-        assert other.keys() == own.keys()
-        assert not [name for name in own if own[name] == other[name]]
-
-
-def test_another_pattern_is_noticed(results: dict[str, dict[str, Any]]) -> None:
-    result = results["shuffled pattern"]
-    # the ranks of the other stage only lose their peers
-    assert not result["ok"]
-    assert any("decoder.layers.1.self_attention" in text for text in result["error"].values())
