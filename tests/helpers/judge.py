@@ -471,13 +471,6 @@ def live_case(
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 
-def death_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
-    """Ends the launch without a verdict, for the judge's own test."""
-    os._exit(1)
-
-
 def buckets_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
@@ -532,7 +525,6 @@ KINDS = {
     "keys": keys_case,
     "live": live_case,
     "grid": grid_case,
-    "death": death_case,
 }
 
 
