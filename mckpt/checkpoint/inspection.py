@@ -73,11 +73,13 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
 
 
 def _num_logical(source: Checkpoint) -> tuple[int | None, int | None]:
-    """Returns the number of logical tensors, and of those among them that are states of the
-    optimizer. None: there are none, or mckpt cannot name them, because it does not know the model
-    or the checkpoint is damaged.
+    """Returns the number of logical tensors of a Megatron checkpoint, and of those among them that
+    are states of the optimizer. None: there are none, or mckpt cannot name them, because it does
+    not know the model or the checkpoint is damaged.
     """
     count, states = None, None
+    if not source.is_megatron:  # stores them as they are, and is shown without reading a family
+        return count, states
     with suppress(MckptError):
         count = len(source)
         if source.optimizer is not None:
