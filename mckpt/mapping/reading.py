@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Condition, Dim, MappingFile
@@ -18,7 +20,7 @@ from mckpt.mapping.inert import inert_keys
 from mckpt.mapping.nodes import FOLDER, Node, digest_of, merge, parse, plain
 from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
-from mckpt.mapping.rule import COUNT, Parse, first_key, read_rules
+from mckpt.mapping.rule import COUNT, Parse, Rule, first_key, read_rules
 from mckpt.mapping.schema import extend, nearest, schema
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
@@ -153,7 +155,16 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
         root, digest = merge(root, added), digest_of(digest + above_digest)
     if useless := list(_useless_nulls(root)):
         raise MappingError.of(f"{path}: has mistakes:", useless)
-    return _read(path, root, digest, of_user, inert_keys() if kind == KINDS[0] else frozenset())
+    found = _read(path, root, digest, of_user, inert_keys() if kind == KINDS[0] else frozenset())
+    return replace(found, rules=_in_order(found.rules)) if kind == KINDS[0] else found
+
+
+def _in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Returns the rules of a family in the order of their tensors in logical.yaml, which is that of
+    the tensors of a layer in the files of a model. The lines of a family may have any order.
+    """
+    places = {name: place for place, name in enumerate(schema().tensors)}
+    return tuple(sorted(rules, key=lambda rule: (places[rule.of[0]], rule.key)))
 
 
 @functools.cache
