@@ -22,12 +22,20 @@ from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule import COUNT, Parse, Rule, first_key, read_rules
 from mckpt.mapping.schema import extend, nearest, schema
+from mckpt.mapping.shorthand import expanded, with_defaults, with_second_names
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
     "models": str,
     "special": str,
     "architectures": list,
+    "model_type": str,
+    "defaults": Node,
+    "keys": Node,
+    "constants": Node,
+    "always": Node,
+    "layers": Node,
+    "same_as": Node,
     "extends": (str, list),
     "canonical": bool,
     "trainer": str,
@@ -81,6 +89,7 @@ _INNER: dict[str, type] = {
     "expect": list,
     "values": list,
     "choices": list,
+    "same_as": str,
     "logical": Node,
     "dialects": Node,
 }
@@ -89,7 +98,10 @@ _NESTED = ("blocks", "groups")  # sections whose entries have _RULES of their ow
 # sections in which a null must remove an entry of the files that this one extends
 _REMOVABLE = ("dims", *_RULES, *_NESTED, "inexact", "refuse")
 # what a file that extends another does not take over from it
-_OWN = ("models", "special", "architectures", "default")
+_OWN = (
+    *("models", "special", "architectures", "canonical", "default"),
+    *("defaults", "model_type"),
+)
 # what a conversion supplies to the expressions of a dialect
 _GIVEN = (
     "dtype",
@@ -209,6 +221,7 @@ def refused() -> dict[str, str]:
 def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]:
     node, digest = parse(path)
     _check_sections(node)
+    node = expanded(node)
     merged, digests = Node(), ""
     for name in _extended(node):
         base = path.parent / f"{name}.yaml"
@@ -220,6 +233,7 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
                 + " (it extends itself)" * (base in above)
             )
         part, part_digest = _inherit(base, kind, (*above, path))
+        part = with_defaults(part)
         for own in _OWN:
             part.pop(own, None)
         merged, digests = merge(merged, part), digests + part_digest
@@ -328,8 +342,8 @@ def dialect_of(keys: Iterable[str], own: str | None = None, run_config: str = ""
 
 
 def inherited(file: MappingFile) -> Node:
-    """Returns the root of a family's YAML, merged with all that it inherits."""
-    return _inherit(file.path, "hf", ())[0]
+    """Returns the root of a family's YAML, merged with all that it inherits, in the long form."""
+    return with_second_names(with_defaults(_inherit(file.path, "hf", ())[0]))
 
 
 def merged(kind: str, name: str) -> str:
@@ -389,6 +403,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         node = root.get(section) or Node()
         return {k: e for k, v in node.items() if (e := expression(v, node.lines[k])) is not None}
 
+    root = with_second_names(with_defaults(root))
     dims = _read_dims(root, expression, problems)
     found = MappingFile(
         name=path.stem,

@@ -95,16 +95,16 @@ def test_a_draft_says_which_dims_the_config_does_not_decide() -> None:
 
 def test_a_draft_shows_how_other_families_read_a_key() -> None:
     text = tiny_draft("llama", {"norm_epsilon": 1e-5, "layer_types": ["sliding_attention"] * 4})
-    line = "norm_eps: {key: norm_epsilon, default: 1e-5}  # as starcoder2 reads it"
+    line = "norm_eps: {key: norm_epsilon, default: 1e-05}  # as starcoder2 reads it"
     assert f"#   norm_epsilon: 1e-05\n#     {line}\n" in text
     assert "For llama layer_types changes nothing, and other families read it" in text
     assert "#     window_layers: see `mckpt mappings show " in text
 
 
 def test_a_line_of_another_family_that_has_a_list_stays_a_comment() -> None:
-    text = tiny_draft("llama", {"num_experts": 4})
-    assert "#     num_experts: {key: [num_experts, num_local_experts], default: '128'}" in text
-    assert "  default: '128'\n" not in text
+    text = tiny_draft("llama", {"num_layers": 4})
+    assert "#     num_layers: {key: [num_layers, num_hidden_layers]}  # as exaone" in text
+    assert "- num_hidden_layers\n" not in text
 
 
 def test_a_draft_keeps_the_gate_where_only_experts_have_one() -> None:

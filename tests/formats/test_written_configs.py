@@ -37,6 +37,50 @@ TIED = {"internvl3.5-8b-hf", "ministral-3-8b-instruct", "mistral-small-3.1-24b",
 MANY = 180
 
 
+# (family, key): why its default is not that of the class
+OTHER_DEFAULTS = {
+    ("bamba", "mamba_d_head"): "the class computes it of the other sizes",
+    ("falcon_h1", "mamba_d_head"): "the class computes it of the other sizes",
+    ("deepseek_v2", "n_group"): "None is one group",
+    ("deepseek_v2", "topk_group"): "None is one group",
+    ("gemma4", "num_experts"): "None is no experts",
+    ("gemma4", "top_k_experts"): "None is no experts",
+    ("gemma4", "moe_intermediate_size"): "None is no experts",
+    ("granitemoehybrid", "position_embedding_type"): "None is nope",
+    ("nemotron_h", "moe_latent_size"): "None is no latent",
+    ("mimo_v2_flash", "max_position_embeddings"): "the published config.json has 262144",
+    ("qwen3_moe", "sliding_window"): "without use_sliding_window, the class sets None",
+    ("ministral3", "rope_parameters.mscale_all_dim"): "the class's are those of a whole object",
+    ("ministral3", "rope_parameters.rope_theta"): "the class's are those of a whole object",
+}
+
+
+def test_the_defaults_of_a_family_are_those_of_its_class() -> None:
+    """Keys that the class does not have are those of older files."""
+    import transformers
+
+    compared, other = 0, {}
+    for name in mapping.names("hf"):
+        defaults = parse(FOLDER / "hf" / f"{name}.yaml")[0].get("defaults") or {}
+        family = mapping.load("hf", name)
+        model = getattr(transformers, (*family.architectures, "")[0], None)
+        if not model:
+            continue
+        config = model.config_class()
+        config = (config.get_text_config() if family.inside else config).to_dict()
+        rope = config.get("rope_parameters") or {}
+        places = {"rope_parameters": rope, "rope_scaling": rope}
+        for key, value in defaults.items():
+            outer, _, inner = key.rpartition(".")
+            held = places.get(outer, {}) if outer else rope | config
+            if inner in held:
+                compared += 1
+                if held[inner] != value:
+                    other[name, key] = held[inner]
+    assert not other.keys() ^ OTHER_DEFAULTS.keys(), other
+    assert compared > 400
+
+
 def problems(published: dict[str, Any], written: dict[str, Any], tied: bool = False) -> str:
     """Returns what the family reads differently from `written`, and the keys of it that it does not
     know; empty text if there is neither.

@@ -107,6 +107,18 @@ BROKEN: dict[str, tuple[str, str]] = {
         "extends: llama\ndims:\n  attn_gate: null\n",
         r"my\.yaml:3: attn_gate: null removes nothing, because .* this key under dims",
     ),
+    "a default of a key that no dim reads": (
+        "extends: qwen3\ndefaults: {foo: 1}\n",
+        r"my\.yaml:2: defaults: no dim has the key 'foo'",
+    ),
+    "a dim in two short forms": (
+        "extends: qwen3\nkeys: {head_dim: a}\nconstants: {head_dim: 3}\n",
+        r"my\.yaml:3: constants: 'head_dim' stands here twice \(first in line 2\)",
+    ),
+    "a second name of a number": (
+        "same_as: {rope_parameters: 1}\n",
+        r"my\.yaml:1: rope_parameters holds text, not 1",
+    ),
     "a list of other things": (
         "notes: [a, {b: c}]\n",
         r"my\.yaml:1: notes holds texts, not \{'b': 'c'\}",
