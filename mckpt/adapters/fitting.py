@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mckpt.adapters.peft import PeftAdapter, rules, without_inside
+from mckpt.adapters.targets import Targets
 from mckpt.errors import SourceError, counted
 from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_config import ADAPTER
@@ -116,7 +117,7 @@ class _Fitting:
         self.experts: list[_Experts] = []
 
     def fit(self) -> Fit:
-        self.adapter.refuse_untargeted(key.removesuffix(".weight") for key in self.base)
+        self._targets().refuse_others()
         for module, rows in self.adapter.modules.items():
             try:
                 self._add(module, rows)
@@ -143,6 +144,18 @@ class _Fitting:
         if not (self.parts or self.whole):
             raise SourceError(f"{self.adapter.path}: the adapter has no tensors")
         return Fit(self.parts, self.whole, self.adapted, notes)
+
+    def _targets(self) -> Targets:
+        parameters: dict[str, list[str]] = {}
+        for key in self.base:
+            module, _, name = key.rpartition(".")
+            parameters.setdefault(module, []).append(name)
+        not_linear = {
+            key.rpartition(".")[0]
+            for key, tensors in self.base.items()
+            if tensors[0].bound.rule.of[0] in rules()["peft"]["not_linear"]
+        }
+        return Targets(self.adapter, self.names.mapping.name, parameters, not_linear)
 
     def _shown(self, row: int) -> str:
         """Returns a stored tensor for a message."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mckpt.storage.descriptors import pread
 from mckpt.storage.files import opened
 from mckpt.values.adding import FACTORS, Factor
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _OF_EXPERT = re.compile(r"\.\d+(\.\w+)$")  # its number, and the end of its module's name
 ROLES = ("a", "b", "magnitude", "bias")  # of a tensor of an adapter
 NOT_FINITE = (
@@ -95,60 +95,6 @@ class PeftAdapter:
         alpha = self._by_pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
-    def targets(self, stored: str) -> bool:
-        """Returns whether PEFT adapts a module, by the configuration (tuners_utils.py,
-        check_target_module_exists). An experts' parameter is not looked at, nor anything if the
-        configuration names no modules.
-        """
-        module, config = without_inside(stored), self.config
-        listed = config.get("target_modules")
-        if not listed or stored != module or self._has_experts(module):
-            return True
-        try:
-            if _named(config.get("exclude_modules"), module):
-                return False
-            kept = config.get("modules_to_save") or ()
-            if any(pattern(rf"(^|.*\.){one}($|\..*)").match(module) for one in kept):
-                return False
-            if isinstance(listed, str) and listed.lower() == "all-linear":
-                return True
-            if isinstance(listed, str) or module in listed:
-                return _named(listed, module)
-            return _named(listed, module) and self._in_layers(module)
-        except PatternError as e:
-            raise SourceError(f"{self.path / ADAPTER[0]}: {e}") from None
-
-    def refuse_untargeted(self, base: Iterable[str]) -> None:
-        """Raises SourceError for factors of modules that the configuration does not target. PEFT
-        does not load them, so the model that was trained does not have them.
-
-        base: the modules of the base. If none of them is targeted, the configuration has the names
-        of another program, and nothing is refused.
-        """
-        outside = sorted(stored for stored in self.modules if not self.targets(stored))
-        if not outside or not any(map(self.targets, base)):
-            return
-        raise SourceError.of(
-            f"{self.path}: has tensors of modules that its {ADAPTER[0]} does not target"
-            " (target_modules, exclude_modules, modules_to_save, layers_to_transform), and PEFT"
-            " does not load them:",
-            [self.key(row) for stored in outside for row in self.modules[stored].values()],
-            "Correct the configuration, or remove these tensors.",
-        )
-
-    def _in_layers(self, module: str) -> bool:
-        """Returns whether a module lies in one of `layers_to_transform`."""
-        layers = self.config.get("layers_to_transform")
-        if layers is None or layers == []:
-            return True
-        parents = self.config.get("layers_pattern") or [r".+\.[^.]*"]
-        for parent in [parents] if isinstance(parents, str) else parents:
-            for number in _NUMBER.finditer(module):
-                before = module[: number.start() - 1]
-                if pattern(rf"(.*\.)?({parent})").fullmatch(before) and number.end() < len(module):
-                    return int(number[0]) in (layers if isinstance(layers, list) else [layers])
-        return False
-
     def check_finite(self) -> None:
         """Reads all factors and magnitudes. Raises SourceError with each that has a value which is
         not finite in float32.
@@ -188,7 +134,7 @@ class PeftAdapter:
             stored_rank = entry.shape[0] if entry.shape else 0
             if stored_rank % rank == 0 and self._has_experts(module):  # rows of all experts
                 stored_rank = rank
-            name = _NUMBER.sub("{}", module)
+            name = NUMBER.sub("{}", module)
             kind = (name, rank, stored_rank, self.scale(module, rank), entry.dtype)
             kinds[kind] = kinds.get(kind, 0) + 1
         shapes = (self.entries.entry(row).shape for row in range(len(self.entries)))
@@ -202,9 +148,8 @@ class PeftAdapter:
         }
 
     def _has_experts(self, module: str) -> bool:
-        """Returns whether a module has parameters of all experts that are adapted."""
-        listed = self.config.get("target_parameters") or ()
-        return any(f".{module}".endswith(f".{one.rpartition('.')[0]}") for one in listed)
+        """Returns whether `target_parameters` may name parameters of all experts of a module."""
+        return any(self.lists(f"{module}.{name}") for name in rules()["peft"]["parameters"])
 
     def lists(self, parameter: str) -> bool:
         """Returns whether `target_parameters` has the path of a parameter, or its end."""
@@ -221,17 +166,6 @@ class PeftAdapter:
             return next(matching, default)
         except PatternError as e:
             raise SourceError(f"{self.path / ADAPTER[0]}: {name}: {e}") from None
-
-
-def _named(names: Any, module: str) -> bool:
-    """Returns whether a regular expression, or one of several names of modules or their ends,
-    matches a module.
-    """
-    if not names:
-        return False
-    if isinstance(names, str):
-        return pattern(names).fullmatch(module)
-    return any(f".{module}".endswith(f".{one}") for one in names)
 
 
 def _of_key(key: str) -> Pattern:

@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mckpt.adapters.merging import merge
 from mckpt.adapters.peft import open_adapter, rules
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.errors import SourceError
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import Arrays, embedding, factors, modules, stacked
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import good
 from tests.helpers.judging import limit
 
 pytestmark = [
@@ -280,10 +283,14 @@ def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path
 
 def test_every_key_of_a_configuration_is_known():
     from peft import LoraConfig
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
     known = rules()["peft"]
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert not fields - {*known["known"], *known["refuse"]}
+    types = {"gemma3": "gemma3_text", "gemma4_vl": "gemma4", "llama4_vl": "llama4"}
+    defaults = known["defaults"]
+    assert defaults == {family: DEFAULTS[types.get(family, family)] for family in defaults}
 
 
 TARGETS: list[dict[str, Any]] = [
@@ -300,35 +307,67 @@ TARGETS: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*layers\.1\..*"},
     {"target_modules": [*ATTENTION, *MLP], "modules_to_save": ["mlp"]},
     {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["up_proj"]},
+    {"target_modules": None, "target_parameters": ["mlp.up_proj.weight"]},
+    {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
+    {
+        "target_modules": ["k_proj"],
+        "target_parameters": ["up_proj.weight", "layers.0.mlp.up_proj.weight"],
+        "exclude_modules": ["up_proj"],
+        "layers_to_transform": [3],
+    },
+]
+# Experts, of which PEFT wraps each parameter in a `base_layer`
+OF_EXPERTS: list[dict[str, Any]] = [
+    {"target_modules": None, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    {"target_modules": ["q_proj"], "target_parameters": ["down_proj", "mlp.experts.down_proj"]},
+    {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    {"target_modules": "all-linear"},
 ]
 
 
-@pytest.mark.parametrize("config", TARGETS, ids=str)
-def test_factors_that_peft_would_not_load_are_refused(config, bases, tmp_path):
-    """PEFT adapts the modules of the base that a configuration targets. An adapter that has factors
-    for all modules is refused with the others.
+@pytest.mark.parametrize(
+    "model, config",
+    [*(("llama", c) for c in TARGETS), *(("qwen3-moe", c) for c in OF_EXPERTS)],
+    ids=str,
+)
+def test_factors_that_peft_would_not_load_are_refused(model, config, bases, tmp_path):
+    """PEFT adapts the modules of the base that a configuration targets. An adapter that has other
+    factors too is refused, with the configuration and with the one that PEFT saves for it.
     """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = bases("llama", "float32")
+    base = bases(model, "float32")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        adapted = get_peft_model(made, LoraConfig(task_type="CAUSAL_LM", **config))
     loaded = {
-        name.removeprefix("base_model.model.")
+        name.removeprefix(adapters.PREFIX): module
         for name, module in adapted.named_modules()
         if hasattr(module, "lora_A")
     }
-    every = modules(base, *ATTENTION, *MLP, *(["lm_head"] if "lm_head" in loaded else []))
-    assert loaded < every.keys() or config == {"target_modules": "all-linear"}
-    folder = adapters.write(tmp_path / "all", factors(every, shared=False), **config)
-    if loaded == every.keys():
-        good("adapter", "merge", base, folder, tmp_path / "out")
-        return
-    refused(3, "does not target", args=("adapter", "merge", base, folder, tmp_path / "out"))
+    adapted.peft_config["default"].save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / adapters.CONFIG).read_text())
+    every = modules(base, *ATTENTION, "lm_head", *(MLP if model == "llama" else ()))
+    around = [f"{name}.base_layer" for name in modules(base, "q_proj")]
+    if model == "qwen3-moe":
+        experts = (f"model.layers.{layer}.mlp.experts" for layer in range(4))
+        around += [e + ".base_layer" * number for e in experts for number in range(3)]
+    every |= dict.fromkeys(around, (8, 8)) | {
+        name: (module.lora_B["default"].out_features, module.lora_A["default"].in_features)
+        for name, module in loaded.items()
+    }
+    ranks = {name: module.lora_A["default"].out_features for name, module in loaded.items()}
     some = {name: shape for name, shape in every.items() if name in loaded}
-    folder = adapters.write(tmp_path / "some", factors(some, shared=False), **config)
-    assert {name for name in every if open_adapter(folder).targets(name)} == loaded
-    good("adapter", "merge", base, folder, tmp_path / "out")
+    # PEFT replaces the names of the experts of transformers 4
+    for number, stated in enumerate([saved] if model == "qwen3-moe" else [config, saved]):
+        at, rank = tmp_path / str(number), lambda name: ranks.get(name, 8)
+        stated = {"r": 8} | stated
+        one = adapters.write(at / "all", factors(every, rank, shared=False), **stated)
+        with pytest.raises(SourceError, match="does not target") as e:
+            merge(Checkpoint.open(base), open_adapter(one))
+        named = {re.sub(r"\.lora_[AB]\.weight$", "", key) for key in e.value.problems}
+        assert {name.removeprefix(adapters.PREFIX) for name in named} == every.keys() - some.keys()
+        one = adapters.write(at / "some", factors(some, rank, shared=False), **stated)
+        good("adapter", "merge", base, one, at / "out")
