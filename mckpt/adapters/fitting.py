@@ -14,7 +14,7 @@ from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.geometry.box import Box
 from mckpt.geometry.packing import Packed
-from mckpt.mapping import Bound, in_memory
+from mckpt.mapping import Bound, in_memory, renamed
 from mckpt.mapping.schema import nearest
 from mckpt.values import dtypes
 from mckpt.values.adding import COLUMN_WISE, FACTORS, NO_AXIS, ROW_WISE, Factor, Segment
@@ -92,7 +92,9 @@ def _by_key(names: Names) -> dict[str, list[_Stored]]:
 
 
 def _in_memory(names: Names) -> Iterator[Names]:
-    """Yields the names that transformers has in memory in place of those of files."""
+    """Yields the names that transformers and Unsloth have in memory in place of those of files."""
+    ends = rules()["peft"]["linears"].get(names.mapping.name, {})
+    yield replace(names, mapping=renamed(names.mapping, ends))
     family = in_memory(names.mapping)
     for form in family.forms or ("",):
         yield replace(names, mapping=family, choices={**names.choices, "form": form})

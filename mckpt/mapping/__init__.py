@@ -22,7 +22,7 @@ from mckpt.mapping.reading import (
 )
 from mckpt.mapping.rule import Bound, Rule, key_pattern
 from mckpt.mapping.schema import plain, schema
-from mckpt.mapping.stacked import in_memory, with_stacked_experts
+from mckpt.mapping.stacked import in_memory, renamed, with_stacked_experts
 
 __all__ = [
     "KINDS",

@@ -5,7 +5,7 @@ files: the tensors of all experts of a layer are one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,6 +43,19 @@ def in_memory(family: MappingFile) -> MappingFile:
     for old, new in family.memory.items():
         rules = [rule._replace(key=rule.key.replace(old, new)) for rule in rules]
     return replace(family, digest=digest_of(family.digest + digest), rules=tuple(rules))
+
+
+def renamed(family: MappingFile, ends: Mapping[str, str]) -> MappingFile:
+    """Returns a family with the tensors whose keys have one of these ends, under another end: that
+    of a linear, whose weight is [out, in].
+    """
+    rules = [
+        rule._replace(key=rule.key.removesuffix(end) + new, transposed=False)
+        for rule in family.rules
+        for end, new in ends.items()
+        if rule.key.endswith(end)
+    ]
+    return replace(family, rules=tuple(rules))
 
 
 def _replaced(rules: list[Rule], name: str, of: tuple[str, ...], pack: str) -> list[Rule]:

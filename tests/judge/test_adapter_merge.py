@@ -281,6 +281,86 @@ def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path
     assert [key for key in wanted if not wanted[key].equal(found[key])] == []
 
 
+def unsloth(model: Any) -> None:
+    """Gives GPT-OSS the linears that Unsloth has in a model of 4 bits: one for the router, and two
+    for each expert, of which the first has alternate outputs of gate and up.
+    """
+    import torch
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear:
+        made = torch.nn.Linear(*reversed(weight.shape))
+        made.weight.data, made.bias.data = weight.clone(), bias.clone()
+        return made
+
+    class Experts(torch.nn.Module):
+        def __init__(self, stock: Any) -> None:
+            super().__init__()
+            up = zip(stock.gate_up_proj, stock.gate_up_proj_bias, strict=True)
+            down = zip(stock.down_proj, stock.down_proj_bias, strict=True)
+            self.gate_up_projs = torch.nn.ModuleList(linear(w.T, b) for w, b in up)
+            self.down_projs = torch.nn.ModuleList(linear(w.T, b) for w, b in down)
+            self.alpha, self.limit = stock.alpha, stock.limit
+
+        def forward(self, hidden: Any, chosen: Any, scores: Any) -> Any:
+            out = torch.zeros_like(hidden)
+            for expert, (first, second) in enumerate(
+                zip(self.gate_up_projs, self.down_projs, strict=True)
+            ):
+                gate, up = first(hidden).unflatten(-1, (-1, 2)).unbind(-1)
+                gate = gate.clamp(max=self.limit)
+                up = up.clamp(-self.limit, self.limit)
+                share = (scores * (chosen == expert)).sum(-1, keepdim=True)
+                out += share * second((up + 1) * gate * torch.sigmoid(gate * self.alpha))
+            return out
+
+    class Router(torch.nn.Module):
+        def __init__(self, stock: Any) -> None:
+            super().__init__()
+            self.linear, self.top_k = linear(stock.weight, stock.bias), stock.top_k
+
+        def forward(self, hidden: Any) -> Any:
+            scores = self.linear(hidden)
+            best, chosen = scores.topk(self.top_k, dim=-1)
+            return scores, best.softmax(1), chosen
+
+    for layer in model.model.layers:
+        layer.mlp.experts, layer.mlp.router = Experts(layer.mlp.experts), Router(layer.mlp.router)
+
+
+def test_an_adapter_has_the_linears_of_unsloth(work, tmp_path):
+    """Unsloth trains the experts of a GPT-OSS of 4 bits as linears; the base has stacked ones."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    base = work / "unsloth" / "gpt_oss"
+    made_models.make(["gpt_oss"], base.parent)
+    model, tokens = tiny.load(base), made_models.tokens("gpt_oss")
+    plain = tiny.logits(model, tokens)
+    unsloth(model)
+    assert np.abs(tiny.logits(model, tokens) - plain).max() < limit(plain)
+    kinds = rf".*\.(({'|'.join(ATTENTION)})|(gate_up|down)_projs\.\d+|router\.linear)"
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=kinds))
+    with torch.no_grad():
+        for name, factor in adapted.named_parameters():
+            if ".lora_" in name:
+                factor.copy_(torch.from_numpy(adapters.drawn(name, tuple(factor.shape))))
+    adapted.save_pretrained(tmp_path / "adapter")
+    wanted = tiny.logits(adapted.merge_and_unload().eval(), tokens)
+    good("adapter", "merge", base, tmp_path / "adapter", tmp_path / "merged")
+    found, merged = adapters.weights(tmp_path / "merged"), dict(model.named_parameters())
+    for key, array in found.items():
+        if (name := key.replace("router.", "router.linear.")) in merged:
+            assert np.array_equal(array, merged[name].detach().numpy()), key
+            continue
+        parent, _, name = key.rpartition(".")
+        end = "bias" if name.endswith("_bias") else "weight"
+        of = f"{parent}.{name.removesuffix('_bias')}s"
+        for expert, one in enumerate(array):
+            assert np.array_equal(one.T, merged[f"{of}.{expert}.{end}"].detach().numpy()), key
+    logits = tiny.hf_logits(tmp_path / "merged", tokens)
+    assert np.abs(logits - wanted).max() < limit(wanted) < np.abs(plain - wanted).max() / 100
+
+
 def test_every_key_of_a_configuration_is_known():
     from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
