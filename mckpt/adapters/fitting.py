@@ -12,7 +12,7 @@ from mckpt.adapters.targets import Targets
 from mckpt.errors import SourceError, counted
 from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_config import ADAPTER
-from mckpt.geometry.box import Box
+from mckpt.geometry.box import Box, row_major
 from mckpt.geometry.packing import Packed
 from mckpt.mapping import Bound, in_memory, renamed
 from mckpt.mapping.schema import nearest
@@ -181,6 +181,9 @@ class _Fitting:
                 f" {'no' if dora else 'a'} lora_magnitude_vector"
             )
         module = without_inside(stored)
+        if module in self.base and len(self._packed(module).shape) == 2 and not dora:
+            self._adapt(module, [module], *self._of_parameter(module, rows))
+            return
         a, b = (self._factor(rows[role]) for role in "ab")
         key = f"{module}.weight"
         if key in self.base:
@@ -271,17 +274,49 @@ class _Fitting:
             self._adapt(name, keys, rank, factors)
         return notes
 
-    def _factor(self, row: int) -> _Matrix:
-        """Returns a stored factor; raises _Misfit if it is not a matrix of floats."""
+    def _of_parameter(
+        self, module: str, rows: Mapping[str, int]
+    ) -> tuple[int, list[tuple[Factor, Factor]]]:
+        """Returns the rank and the factors, left and right, of each expert of a parameter that the
+        adapter takes for a module. Megatron-Bridge and SGLang have A as [n, r, in] and B as [n,
+        out, r]; n is 1 for a factor that all experts share.
+        """
+        (out, into), count = self._packed(module).shape, len(self.base[module])
+        shown = " and ".join(map(self._shown, rows.values()))
+        if self.base[module][0].bound.rule.pack == "interleaved":
+            raise _Misfit(
+                f"{shown}: the rows of gate and up alternate in the base's {module}, and mckpt does"
+                " not know in which order a program has those of this adapter"
+            )
+        a, b = (self.adapter.entries.entry(rows[role]).shape for role in "ab")
+        rank = a[-2] if len(a) == 3 else 0
+        if not rank or {a[1:], b[1:]} != {(rank, into), (out, rank)} or {a[0], b[0]} - {1, count}:
+            raise _Misfit(
+                f"{shown}: the base's {module} is [{count}, {out}, {into}], so they must be"
+                f" [{count} or 1, r, {into}] and [{count} or 1, {out}, r]"
+            )
+        return rank, [
+            (self._factor(rows["b"], expert).factor, self._factor(rows["a"], expert).factor)
+            for expert in range(count)
+        ]
+
+    def _factor(self, row: int, expert: int | None = None) -> _Matrix:
+        """Returns a stored factor, or that of one expert of several; raises _Misfit if it is not a
+        matrix of floats.
+        """
         entry = self.adapter.entries.entry(row)
-        if len(entry.shape) != 2 or entry.dtype not in FACTORS or 0 in entry.shape:
+        axes = 2 if expert is None else 3
+        if len(entry.shape) != axes or entry.dtype not in FACTORS or 0 in entry.shape:
             raise _Misfit(
                 f"{self._shown(row)}: holds {entry.dtype}, and a factor is a matrix of"
                 f" {', '.join(FACTORS)}"
             )
-        down, along = entry.strides or (entry.shape[1], 1)
+        *each, down, along = entry.strides or row_major(entry.shape)
+        at = entry.at
+        for step in each:
+            at += (expert or 0) % entry.shape[0] * step * dtypes.itemsize(entry.dtype)
         kind = FACTORS.index(entry.dtype)
-        return _Matrix(entry.shape, Factor(entry.file, entry.at, down, along, kind))
+        return _Matrix(entry.shape[-2:], Factor(entry.file, at, down, along, kind))
 
     def _magnitudes(self, row: int, key: str, shape: tuple[int, ...], axis: int) -> Factor:
         """Returns the stored magnitudes of a weight as [n, 1]; raises _Misfit if they do not fit.

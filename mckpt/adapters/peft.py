@@ -103,10 +103,13 @@ class PeftAdapter:
         factors = [row for rows in self.modules.values() for row in rows.values()]
         for row in dict.fromkeys((*factors, *self.whole.values())):
             entry = self.entries.entry(row)
-            if entry.dtype not in FACTORS or len(entry.shape) > 2:
+            shape = entry.shape
+            if len(shape) == 3 and entry.strides is None:  # the matrices of experts
+                shape = (shape[0] * shape[1], shape[2])
+            if entry.dtype not in FACTORS or len(shape) > 2:
                 continue
-            rows, columns = (*entry.shape, 1, 1)[:2]
-            down, along = (*(entry.strides or row_major(entry.shape)), 1, 1)[:2]
+            rows, columns = (*shape, 1, 1)[:2]
+            down, along = (*(entry.strides or row_major(shape)), 1, 1)[:2]
             matrix = Factor(entry.file, entry.at, down, along, FACTORS.index(entry.dtype))
             step = max(1, BLOCK_NUMEL // max(1, columns))
             with opened(self.files[entry.file]) as fd, np.errstate(over="ignore"):
@@ -115,7 +118,8 @@ class PeftAdapter:
                     values = matrix.block(first, min(step, rows - first), 0, columns, read)
                     if not (finite := np.isfinite(values)).all():
                         i, j = np.argwhere(~finite)[0].tolist()
-                        place = [first + i, j][: len(entry.shape)]
+                        flat = (first + i) * columns + j
+                        place = list(map(int, np.unravel_index(flat, entry.shape)))
                         found.append(
                             f"{self.key(row)} {list(entry.shape)}: {place} is {values[i, j]}"
                         )
@@ -131,7 +135,7 @@ class PeftAdapter:
                 continue
             entry, module = self.entries.entry(row), without_inside(stored)
             rank = self.rank(module)
-            stored_rank = entry.shape[0] if entry.shape else 0
+            stored_rank = entry.shape[-2] if len(entry.shape) > 1 else 0
             if stored_rank % rank == 0 and self._has_experts(module):  # rows of all experts
                 stored_rank = rank
             name = NUMBER.sub("{}", module)
