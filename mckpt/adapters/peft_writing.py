@@ -17,7 +17,7 @@ from mckpt.formats.hf_files import Row, place
 from mckpt.geometry.box import Box, Layout, Piece, Stored, whole_box
 from mckpt.geometry.packing import Packed
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound
+from mckpt.mapping import Bound, Rule, in_memory
 from mckpt.mapping.schema import MAGNITUDE
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
@@ -194,12 +194,18 @@ def config(
     rank = max(one.rank for one in found)
     alpha = next(scale_of(one.there[0]) * rank for one in found if one.rank == rank)
     patterns: dict[str, dict[str, float]] = {"rank_pattern": {}, "alpha_pattern": {}}
+    stacked = _stacked(names)
     for one in found:
-        own, pattern = scale_of(one.there[0]) * one.rank, _pattern(one.key, parameters)
-        if one.rank != rank:
-            patterns["rank_pattern"][pattern] = one.rank
-        if not math.isclose(own, alpha, rel_tol=1e-12):
-            patterns["alpha_pattern"][pattern] = _number(own)
+        own = scale_of(one.there[0]) * one.rank
+        keys = {one.key: 1}
+        if not one.stacked and (rule := stacked.get(one.there[0])):
+            keys[rule.key.replace("{layer}", "0")] = len(rule.of)
+        for key, count in keys.items():
+            pattern = _pattern(key, parameters)
+            if one.rank != rank:
+                patterns["rank_pattern"][pattern] = one.rank * count
+            if not math.isclose(own, alpha, rel_tol=1e-12):
+                patterns["alpha_pattern"][pattern] = _number(own * count)
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "peft_version": rules()["peft"]["version"],
@@ -218,6 +224,19 @@ def config(
         "base_model_name_or_path": base,
     }
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _stacked(names: Names) -> dict[str, Rule]:
+    """Returns the parameter of all experts that transformers has in memory, by the templates of the
+    weights in it. PEFT puts the factors of an expert's weights into one pair there, whose rank and
+    alpha are their sums, and reads no pattern of the modules.
+    """
+    return {
+        template: rule
+        for rule in in_memory(names.mapping).rules
+        for template in rule.of
+        if "{expert}" in template and "{expert}" not in rule.key
+    }
 
 
 def _number(value: float) -> float:

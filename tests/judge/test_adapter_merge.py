@@ -281,6 +281,35 @@ def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path
     assert [key for key in wanted if not wanted[key].equal(found[key])] == []
 
 
+@pytest.mark.parametrize("layout", ["canonical", "block"])
+def test_peft_loads_experts_of_another_rank(layout, bases, tmp_path):
+    """Megatron-Bridge divides the rank of experts with normalize_moe_lora. PEFT puts the factors of
+    gate and up of all experts into one pair.
+    """
+    from peft import PeftModel
+
+    base, back = bases("qwen3-moe", "float32"), tmp_path / "back"
+    made = factors(
+        modules(base, "q_proj", "k_proj", "v_proj", *MLP),
+        lambda module: 4 if ".experts." in module else 20,
+        shared=layout != "block",
+    )
+    adapter = adapters.write(
+        tmp_path / "adapter",
+        made,
+        r=20,
+        rank_pattern={r"experts\.\d+\.\w+_proj": 4},
+        lora_alpha=10,
+    )
+    good("adapter", "to-megatron", adapter, base, tmp_path / "there", "--layout", layout)
+    good("adapter", "to-hf", tmp_path / "there", back)
+    good("adapter", "merge", base, back, tmp_path / "found")
+    model = PeftModel.from_pretrained(tiny.load(base), str(back)).merge_and_unload()
+    model.save_pretrained(tmp_path / "wanted")
+    found, wanted = (adapters.weights(tmp_path / name) for name in ("found", "wanted"))
+    assert {key for key in found if not np.array_equal(found[key], wanted[key])} == set()
+
+
 def unsloth(model: Any) -> None:
     """Gives GPT-OSS the linears that Unsloth has in a model of 4 bits: one for the router, and two
     for each expert, of which the first has alternate outputs of gate and up.
