@@ -305,7 +305,7 @@ def check(source: Checkpoint, threads: int = 0, progress: OnProgress | None = No
     out.suspicious += _orphans(source, {*files, *stated})
     scanned = scan({**files, **stated}, spans, threads, progress)
     out.damaged += scanned.broken
-    out.suspicious += map(str, scanned.non_finite)
+    out.suspicious += (str(one) for one in scanned.non_finite if not _is_gap(source, one.span))
     out.files, out.nbytes, out.checksums = scanned.files, scanned.nbytes, scanned.checked
     out.damaged = list(dict.fromkeys(out.damaged))
     return out
@@ -384,6 +384,23 @@ def _structure(source: Checkpoint, out: Checked) -> None:
             "whether all tensors of the model are there, with the right shapes, was not checked:"
             f" {e}"
         )
+
+
+def _is_gap(source: Checkpoint, span: Span) -> bool:
+    """Returns whether a tensor of the optimizer belongs to no parameter. Megatron stores such ones
+    as dp_reshardable between two parameters, from memory that it does not set, and reads none.
+    """
+    try:
+        optimizer = source.optimizer
+    except MckptError:  # `_structure` reports it
+        return False
+    if optimizer is None or span.name.partition(" at ")[0] not in optimizer.keys:
+        return False
+    file, end = optimizer.layout.files.index(span.path), span.at + span.nbytes
+    return not any(
+        ((s.file == file) & (s.at < end) & (s.at + s.numel * itemsize(s.stored_as) > span.at)).any()
+        for s in optimizer.layout.stored
+    )
 
 
 def holes(layout: Layout) -> list[str]:

@@ -20,7 +20,6 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers import made_models
 from tests.helpers.commands import good, refused
-from tests.helpers.commands import mckpt as run_mckpt
 from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
@@ -342,8 +341,7 @@ def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
         assert not explain(result) and "grad_norm" not in result["steps"][0]
     sizes = ("--target-tp", 2, "--keep-padding")
     for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
-        said = run_mckpt("check", tmp_path / form)
-        assert said.code < 3 and "damaged" not in said.out, said.out
+        assert "sound" in good("check", tmp_path / form).out
         optimizer = Checkpoint.open(tmp_path / form).optimizer
         assert optimizer is not None and optimizer.states == ["master"]
         args = ("reshard", tmp_path / form, tmp_path / "out", *sizes)
@@ -353,6 +351,17 @@ def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
         good("reshard", source, tmp_path / name, *sizes, "--target-format", "torch")
         assert not mckpt.diff(source, tmp_path / name)
     on = job | {"resume": True, "steps": 12, "distributed_optimizer": False}
+    # Of one data-parallel rank, a parameter begins at a multiple of 64, and the memory between two
+    # parameters, which megatron-core does not set, does not.
+    flat = tmp_path / "dp_reshardable"
+    every = [s for s in Checkpoint.open(flat).opened.spans([]) if s.dtype]
+    stored = [s for s in every if "bucket_idx_0.param" in s.name]
+    for wanted in (0, 1):
+        span = next(s for s in stored if (int(s.name.split("[")[1][:-1]) % 64 == 0) == wanted)
+        with open(span.path, "r+b") as file:
+            file.seek(span.at)
+            file.write(np.float32(np.nan).tobytes())
+        assert len(mckpt.check(flat).suspicious) == wanted
     names = ["not_distributed_torch", "from_dist", "from_torch"]
     cases = [on | {"name": name, "checkpoint": str(tmp_path / name)} for name in names]
     results = judge(cases, 2, tmp_path / "going on")
