@@ -13,12 +13,14 @@ results stand behind the arrow:
              model
     tokens   [[...]], optional -> NAME.npy: fp32 logits of Megatron-Core with the adapter, at pp 1
     save     a directory: the adapter gets random values, and Megatron-Bridge saves it there
-    kind     with `save`: "lora", "canonical" or "dora"
-    options  with `save`: the arguments of its class in Megatron-Bridge
+    kind     with `save` or files: "lora", "canonical" or "dora"
+    options  with `save` or files: the arguments of its class in Megatron-Bridge
     trained  fully_reshardable, dp_reshardable, or torch (files of that format, which
              Megatron-Bridge does not write): Adam makes a step, and its state is saved in this
              form; with `load`, Megatron-Core first loads the state of the checkpoint
-    load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it
+    load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it.
+             With `kind` and `options` it has files of the format torch, which lack that file, and
+             each expert of the model has matrices of its own
     whole    with `load`: the checkpoint has the weights too, and they are loaded as well
 
 out_dir/NAME.json: ok, error {"0": traceback of the first rank}.
@@ -127,13 +129,15 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
     provider.pipeline_model_parallel_size = sizes["pp"]
     provider.expert_model_parallel_size = sizes["ep"]
     provider.expert_tensor_parallel_size = 1
+    files = "load" in case and "kind" in case
+    provider.moe_grouped_gemm = provider.moe_grouped_gemm and not files
     provider.finalize()
     model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
-    if "load" in case:
+    if "kind" in case:
+        peft = adapter_class(case["kind"])(**case["options"])
+    else:
         path = next(Path(case["load"]).rglob("run_config.yaml"))
         peft = instantiate(read_run_config(str(path))["peft"])
-    else:
-        peft = adapter_class(case["kind"])(**case["options"])
     model = peft(model, training=False)
     peft.set_params_to_save(model)
     for chunk in model:
@@ -141,7 +145,9 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
             if ".adapter." in name:
                 parameter.requires_grad = True
                 parameter.data.fill_(float("nan"))
-    if "load" in case:
+    if files:
+        load_files(model, next(Path(case["load"]).glob("*/mp_rank_*")).parent)
+    elif "load" in case:
         if "trained" in case:
             fill(model, sizes, 1)  # the load has to replace these values
             optimizer = optimizer_of(model)
@@ -297,12 +303,7 @@ def save(model: list[Any], provider: Any, peft: Any, case: dict[str, Any], optim
 
 def save_files(model: list[Any], optimizer: Any, directory: Path) -> None:
     """Saves the adapter in the format torch, with Megatron-Core's state of the optimizer."""
-    from megatron.core import parallel_state as ps
-
-    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
-    if ps.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
-    place = directory / "iter_0000001" / name
+    place = directory / "iter_0000001" / rank_directory()
     place.mkdir(parents=True)
     factors = {key: value for key, value in model[0].state_dict().items() if ".adapter." in key}
     with cpu.as_cuda():
@@ -311,6 +312,29 @@ def save_files(model: list[Any], optimizer: Any, directory: Path) -> None:
     torch.save(state, place / "model_optim_rng.pt")
     (directory / "latest_checkpointed_iteration.txt").write_text("1")
     dist.barrier()
+
+
+def load_files(model: list[Any], directory: Path) -> None:
+    """Loads the adapter of the format torch. Fails unless its names and shapes are the model's."""
+    place = directory / rank_directory() / "model_optim_rng.pt"
+    stored, state = torch.load(place, weights_only=False)["model"], model[0].state_dict()
+    own = {key: state[key] for key in state if ".adapter." in key and "_extra_state" not in key}
+    assert stored.keys() == own.keys(), stored.keys() ^ own.keys()
+    for key, value in own.items():
+        assert value.shape == stored[key].shape, key
+        value.copy_(stored[key])
+
+
+def rank_directory() -> str:
+    """Returns the name of the directory of this rank in the format torch."""
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    if ps.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
+    if ps.get_expert_model_parallel_world_size() > 1:
+        name += f"_{ps.get_expert_model_parallel_rank():03d}"
+    return name
 
 
 @torch.no_grad()
