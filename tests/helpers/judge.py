@@ -37,6 +37,7 @@ has further entries by kind. The entries are listed first, and the results behin
                 for each virtual stage
     train    checkpoint and the other entries of a job of mckpt.trainer.train
              -> steps: what train() returns
+             frozen: optional patterns of the names of parameters that are not trained
     live     checkpoint, args, and the entries of tests/helpers/live_cases.py
     grid     cp; runs at any size without the processes
              -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of each rank that writes it]}
@@ -64,8 +65,10 @@ import time
 import traceback
 import zlib
 from argparse import Namespace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -320,7 +323,16 @@ def train_case(
     limit = datetime.timedelta(seconds=case.get("timeout", TIMEOUT_S))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    return {"steps": train.run(case, limit.total_seconds())}
+    whole, patterns = build.build, case.pop("frozen", ())
+
+    def partly_frozen(*args: Any, **options: Any) -> Any:
+        chunks = whole(*args, **options)
+        for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
+            parameter.requires_grad = not any(fnmatch(name, pattern) for pattern in patterns)
+        return chunks
+
+    with mock.patch.object(build, "build", partly_frozen):
+        return {"steps": train.run(case, limit.total_seconds())}
 
 
 def keep_logits(

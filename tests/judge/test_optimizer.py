@@ -369,3 +369,52 @@ def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
     assert any("grad_norm" in step for step in steps)  # the scale has become small enough
     first, *others = (curve(results, name, "loss") for name in names)
     assert all(one == first for one in others)
+
+
+# The files of `torch` name no parameter. What was trained -> the model, the sizes, and the patterns
+# of the parameters that were not
+FROZEN: dict[str, tuple[str, dict[str, int], list[str]]] = {
+    "all but a tied embedding": ("tied", {"pp": 2}, ["*embedding*", "*output_layer*"]),
+    "all but experts": ("moe", {"ep": 2}, ["*.experts.*"]),
+    "routers and attention": ("moe", {"ep": 2}, ["*embedding*", "*norm*", "*.experts.*"]),
+    "norms": ("dense", {"tp": 2}, ["*embedding*", "*_layer.weight", "*linear_*.weight"]),
+    "all but one of two norms": ("dense", {"tp": 2}, ["*q_layernorm*"]),
+}
+
+
+def test_parameters_that_were_not_trained_are_found(tmp_path: Path) -> None:
+    """The states in the files are those that megatron-core saves with names in the same run."""
+    import torch
+
+    saved: dict[str, Any] = {"kind": "save", "format": "torch_dist"}
+    cases = []
+    models = [(name, args, str(tmp_path / name)) for name, args in MODELS.items()]
+    start = [saved | {"name": n, "args": args, "destination": to} for n, args, to in models]
+    judge(start, 2, tmp_path / "starting")
+    job = JOB | {"world": 2, "dtype": "bfloat16"}
+    for name, (model, sizes, patterns) in FROZEN.items():
+        for form in ("distrib_optim", "fully_reshardable"):
+            own = {"steps": 2, "frozen": patterns, "checkpoint": str(tmp_path / model)}
+            out = f"{name} {form}"
+            cases.append(
+                job | sizes | FORMS[form] | own | {"name": out, "save": f"{tmp_path}/{out}"}
+            )
+    for result in judge(cases, 2, tmp_path / "saving").values():
+        assert not explain(result)
+    for name in FROZEN:
+        files, named = (tmp_path / f"{name} {x}" for x in ("distrib_optim", "fully_reshardable"))
+        number = len(Checkpoint.open(named).with_optimizer())
+        assert len(Checkpoint.open(named)) < number < 4 * len(Checkpoint.open(named))
+        sizes = ("--target-tp", 1, "--target-format", "torch_dist", "--keep-padding")
+        good("reshard", files, tmp_path / f"{name} moved", *sizes)
+        for other in (files, tmp_path / f"{name} moved"):
+            difference = mckpt.diff(named, other)
+            assert not difference and difference.same == number
+    # with equal values, either norm may be the one in the buffer
+    for file in files.rglob("model_optim_rng.pt"):
+        saved = torch.load(file, weights_only=False)
+        for key in [key for key in saved["model"] if "q_layernorm.weight" in key]:
+            saved["model"][key] = saved["model"][key.replace("q_", "k_")]
+        torch.save(saved, file)
+    words = ("either", "q_layernorm", "k_layernorm", "--ckpt-format torch_dist", "--no-optimizer")
+    refused(2, *words, args=("reshard", files, tmp_path / "out", "--target-tp", 1))

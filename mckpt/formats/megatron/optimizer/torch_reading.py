@@ -24,7 +24,7 @@ from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
-from mckpt.formats.megatron.optimizer import buckets, kinds
+from mckpt.formats.megatron.optimizer import buckets, frozen, kinds
 from mckpt.formats.megatron.optimizer.state import (
     BY_LAYERS,
     CURE,
@@ -159,6 +159,8 @@ def read(source: Source, args: Mapping[str, Any]) -> Optimizer | None:
     found: list[StateBuffer] = []
     for directory, parameters in registered(source, problems):
         contents = source.open(directory, FILE if flat else MODEL)
+        if contents is None and flat and _saves_nothing(source, directory):
+            continue
         if contents is None:
             problems.missing(f"{directory}: has no {FILE}")
             continue
@@ -193,6 +195,19 @@ def registered(source: Source, problems: Problems) -> Iterator[tuple[str, list[l
             continue
         own = [[known[v, key] for key in model] for v, model in enumerate(models)]
         yield directory, [[p for p in chunk if is_parameter(p.bound.rule.key)] for chunk in own]
+
+
+def _saves_nothing(source: Source, directory: str) -> bool:
+    """Returns whether another rank saves the only optimizer of this one: that of all experts, if
+    the run trained no parameter of experts.
+    """
+    parallel, own = source.names.parallel, source.open(directory, MODEL)
+    savers = {
+        parallel.directory(t, p, t // parallel.expert_tp % parallel.ep)
+        for t in range(parallel.tp)
+        for p in range(parallel.pp)
+    }
+    return directory not in savers and own is not None and isinstance(own.value["optimizer"], dict)
 
 
 def _has_states(plain: Any) -> bool:
@@ -288,11 +303,15 @@ def _buffer(
     problems: Problems,
 ) -> Iterator[StateBuffer]:
     """Yields the states of one flat buffer. parameters: in the order of their registration."""
-    for name, record in buffer.items():
-        view = safe_pickle.as_tensor(record)
-        if view is None:
-            continue
-        whole = entry_of(view, contents.data, contents.file)
+    views = ((name, safe_pickle.as_tensor(record)) for name, record in buffer.items())
+    wholes = {
+        MASTER if name in MASTER_KEYS else name: entry_of(view, contents.data, contents.file)
+        for name, view in views
+        if view is not None
+    }
+    if (master := wholes.get(MASTER)) and not _starts(parameters, master.shape[0], source):
+        parameters = _trained(parameters, master, source, what)
+    for name, whole in wholes.items():
         starts = _starts(parameters, whole.shape[0], source)
         if starts is None:
             total = sum(math.prod(p.entry.shape) for p in parameters)
@@ -304,7 +323,29 @@ def _buffer(
         size = itemsize(whole.dtype)
         for p, start in zip(reversed(parameters), starts, strict=True):
             entry = Entry(whole.dtype, p.entry.shape, whole.file, whole.at + start * size)
-            yield from p.states(MASTER if name in MASTER_KEYS else name, entry)
+            yield from p.states(name, entry)
+
+
+def _trained(
+    parameters: list[Parameter], master: Entry, source: Source, what: str
+) -> list[Parameter]:
+    """Returns the parameters in a buffer that lacks some, which the run did not train. Returns all
+    if the master copies of no choice fill it. Raises UsageError if those of several do.
+    """
+    found = frozen.choices([p.entry for p in parameters], master, source.files)
+    if not found:
+        return parameters
+    one, *others = ([parameters[number] for number in numbers] for numbers in found)
+    if others:
+        left = [[p.key for p in parameters if p not in some] for some in (one, *others)]
+        (a, b) = ([key for key in mine if key not in rest] for mine, rest in (left, left[::-1]))
+        raise UsageError(
+            f"{source.files[master.file]}: has no state of some parameters of {what}, which the run"
+            f" did not train: either of {', '.join(a)} or of {', '.join(b)}. The file names no"
+            " weight, and these have equal values. Let Megatron load it and save it with"
+            f" --ckpt-format torch_dist, which has names, or {kinds.NO_OPTIMIZER}"
+        )
+    return one
 
 
 def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int] | None:
