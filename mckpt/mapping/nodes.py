@@ -7,7 +7,9 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import sys
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ FOLDER = _PACKAGE / "mappings" if (_PACKAGE / "mappings").is_dir() else _PACKAGE
 # Of a file that is read; ten times the longest one in mappings/. It also limits the nodes of a tree
 # in which each alias is replaced by its anchor: a text without aliases cannot have more.
 MAX_BYTES = 1 << 20
+BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # {q,k,v}
 _TEXT = "tag:yaml.org,2002:str"
 MAX_DIGITS = 100  # of a whole number; Python prints no number of more than 4,300
 
@@ -205,8 +208,14 @@ def plain(value: Any) -> Any:
 
 def merge(base: Node, over: Node) -> Node:
     """Returns `base` with the entries of `over`. A null removes a key; lists of names (inert) are
-    joined.
+    joined. A key such as x.{a,b} stands for x.a and x.b, where the other node has one of these.
     """
+    group = {one: key for key in base if key not in over for one, _ in _parts(key)}
+    new = (key for key in over if key not in base)
+    if mixed := {key for key in new if any(p in base or p in group for p, _ in _parts(key))}:
+        over = _apart(over, mixed)
+    if mixed := {group[key] for key in over if key in group}:
+        base = _apart(base, mixed)
     out = Node()
     for key in [*base, *(k for k in over if k not in base)]:
         a, b = base.get(key), over.get(key)
@@ -224,3 +233,35 @@ def merge(base: Node, over: Node) -> Node:
             out[key] = b if key in over else a
         out.lines[key] = over.lines[key] if key in over else base.lines[key]
     return out
+
+
+def _apart(node: Node, keys: Collection[str]) -> Node:
+    """Returns a node with an entry for each of the words of these keys."""
+    out = Node()
+    for key, value in node.items():
+        for one, own in _parts(key, value) if key in keys else [(key, value)]:
+            out[one], out.lines[one] = own, node.lines[key]
+    return out
+
+
+def _parts(key: Any, value: Any = None) -> Iterator[tuple[str, Any]]:
+    """Yields the key and the value for each of the words in a key such as x.{a,b}."""
+    found = BRACES.search(key) if isinstance(key, str) and "," in key else None
+    words = found[1].split(",") if found else []
+    for number, word in enumerate(words):
+        assert found is not None
+        yield key[: found.start()] + word + key[found.end() :], _picked(value, number, len(words))
+
+
+def _picked(value: Any, number: int, count: int) -> Any:
+    """Returns a value with one of the words in place of each {a,b} that has `count` of them."""
+    if isinstance(value, str):
+        return BRACES.sub(
+            lambda m: m[1].split(",")[number] if m[1].count(",") + 1 == count else m[0], value
+        )
+    if isinstance(value, Node):
+        out = Node()
+        for key, inner in value.items():
+            out[key], out.lines[key] = _picked(inner, number, count), value.lines[key]
+        return out
+    return [_picked(one, number, count) for one in value] if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression
-from mckpt.mapping.nodes import Node
+from mckpt.mapping.nodes import BRACES, Node
 from mckpt.mapping.schema import nearest, schema
 from mckpt.values.dtypes import TABLE
 
@@ -123,7 +123,6 @@ class Bound(NamedTuple):
 
 _INDEX = re.compile(r"\{(\w+)\}")
 COUNT = "count"  # of `numbering`: how many numbers there are
-_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _RULE = (
     *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
     "transposed",
@@ -276,9 +275,9 @@ def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     of = [of] if isinstance(of, str) else of
     if not isinstance(of, list) or not all(isinstance(o, str) for o in of):
         raise ValueError(f"`of` names tensors, not {of!r}")
-    found = _BRACES.search(key)
+    found = BRACES.search(key)
     words = found[1].split(",") if found else []
-    for inside in _BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
+    for inside in BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
         if len(inside.split(",")) != len(words):
             raise ValueError(
                 f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}"
@@ -289,7 +288,7 @@ def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for i, word in enumerate(words):
 
         def pick(text: str, i: int = i) -> str:
-            return _BRACES.sub(lambda m: m[1].split(",")[i], text)
+            return BRACES.sub(lambda m: m[1].split(",")[i], text)
 
         when = {"when": pick(str(spec["when"]))} if "when" in spec else {}
         yield (

@@ -288,6 +288,22 @@ def test_the_error_of_a_broken_file_names_the_line(what: str, tmp_path: Path) ->
         mapping.load("hf", str(path))
 
 
+@pytest.mark.parametrize(
+    ("base", "over", "merged"),
+    [
+        ("'{a,b}.w': '{p,q}'", "b.w: null", {"a.w": "p"}),
+        ("'{a,b}.w': {of: 'x.{p,q}'}", "b.w: z", {"a.w": {"of": "x.p"}, "b.w": "z"}),
+        ("a.w: p\nb.w: q\nc.w: r", "'{a,b}.w': null", {"c.w": "r"}),
+        ("a.w: p\n'{b,c}.w': '{q,r}'", "'{a,b}.w': null", {"c.w": "r"}),
+        ("'{a,b}.w': '{p,q}'", "'{a,b}.w': null\na.w: z", {"a.w": "z"}),
+        ("'{a,b}.w': '{p,q}'", "'{a,b}.v': '{r,s}'", {"{a,b}.w": "{p,q}", "{a,b}.v": "{r,s}"}),
+    ],
+)
+def test_a_key_with_braces_stands_for_one_key_for_each_word(base, over, merged):
+    found = nodes.merge(*(nodes.load(one, "my.yaml") for one in (base, over)))
+    assert nodes.plain(found) == merged
+
+
 def test_a_null_that_removes_nothing_from_a_dialect_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("extends: llama\ndialects:\n  gpt:\n    tensors:\n      embd.weight: null\n")
