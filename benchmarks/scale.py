@@ -15,11 +15,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from benchmarks import models
 from mckpt import api
 from mckpt.execute import units
 from mckpt.execute.ranks import Ranks
+from mckpt.geometry.join import Cast
 from mckpt.geometry.parallel import Parallel
 
 STATES = 3  # fp32 copies of each weight: master, exp_avg, exp_avg_sq
@@ -39,12 +41,12 @@ def main() -> None:
         allow, out = ["rope_beta_fast"], Path(work) / "out"
         plan = api.plan(hf, out, format="torch_dist", parallel=SIZES, allow_inexact=allow)
         planned = time.perf_counter() - begun
-    copies, casts = plan.joined.copies, plan.joined.casts
+    copies = plan.joined.copies
+    casts = *plan.joined.casts, Cast("float32", "float32")
     num_sources, num_targets = len(plan.source.layout.files), len(plan.outputs)
     begun = time.perf_counter()
-    work_units = units.Work.of(
-        with_states(copies, num_sources, num_targets), [*casts, ("float32", "float32")]
-    )
+    states = with_states(copies, num_sources, num_targets)
+    work_units = units.Work.of(structs.replace(plan.joined, copies=states, casts=casts))
     divided = time.perf_counter() - begun
     slabs = work_units.slabs
     num_units = int(slabs["unit"][-1]) + 1

@@ -108,14 +108,7 @@ def differing(plan: PlanData, folder: Path, checksum: str, max_memory: int) -> s
     """
     from mckpt.execute import comparing
 
-    return comparing.differing(
-        plan.joined,
-        plan.source.layout.files,
-        plan.outputs,
-        folder,
-        checksum=checksum,
-        max_memory=max_memory,
-    )
+    return comparing.differing(plan.transfer, folder, checksum, max_memory)
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -40,6 +40,9 @@ from mckpt.storage.files import Stamp, TargetFile, stamp
 from mckpt.storage.manifest import Facts
 from mckpt.values import dtypes, quantisation
 from mckpt.version import __version__
+
+if TYPE_CHECKING:
+    from mckpt.execute.transfer import Transfer
 
 
 def dtypes_of_target(source: Checkpoint, target: TargetOptions) -> tuple[dict[str, str], str]:
@@ -328,6 +331,13 @@ class PlanData:
         state too (Destination.staging).
         """
         return _digest(f"{self.digest} {checksum} {shared}")
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """Returns the copies of the plan, with the files that they read and write."""
+        from mckpt.execute.transfer import Transfer
+
+        return Transfer(self.joined, list(map(Path, self.source.layout.files)), self.outputs)
 
     @property
     def nbytes(self) -> int:

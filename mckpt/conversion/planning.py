@@ -25,7 +25,6 @@ from mckpt.formats.megatron import megatron_args
 from mckpt.geometry.join import join
 from mckpt.keywords import RunKeywords, keywords
 from mckpt.options import TargetOptions
-from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,10 +76,8 @@ class Plan(PlanData):
 
     def run_with(self, settings: RunSettings, ranks: Ranks | None = None) -> dict[str, Any]:
         """Does what `run` does, with settings that are checked already."""
-        if sparse_copy.of(self.destination.root) is None:
-            from mckpt.conversion.run import run
-        else:
-            from mckpt.conversion.to_store import run
+        from mckpt.conversion.run import run
+
         _ = settings.cluster  # if there is none, it is reported before anything is written
         return run(self, settings, ranks or Ranks())
 

@@ -1,5 +1,8 @@
-"""Runs a plan: moves the bytes into the staging directory, and publishes the complete output by
-rename. Nothing else changes in the destination.
+"""Runs a plan: writes its files to a place where no loader finds them, and publishes the complete
+output. Nothing else changes in the destination.
+
+`moving.Publisher` has the steps of a run. Here is the publisher of a local directory, which gets
+its files by rename; `to_store` has that of an object store.
 """
 
 from __future__ import annotations
@@ -7,106 +10,121 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mckpt.conversion import done
-from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of, move
-from mckpt.conversion.plan_data import PlanData
-from mckpt.conversion.refusals import dropped
+from mckpt.conversion.moving import Publisher, RunSettings, check_unchanged
+from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Destination
-from mckpt.errors import DestinationError, StorageError
-from mckpt.execute.ranks import Gone, Ranks, Session
+from mckpt.errors import StorageError
+from mckpt.execute.engine import execute
+from mckpt.execute.ranks import Ranks
+from mckpt.storage import sparse_copy
 from mckpt.storage.staging import MANIFEST, REPLACED, STAGING, discard, in_place, mark, sync
 
 
 def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
-    before = plan.state()
-    key = plan.key(how.checksum, before.shared)
-    destination = plan.destination
-    session = Session(destination.staging_directory(key), ranks, how.on_note)
-    if ranks.rank:
-        return _help(plan, session, how)
-    plan.side.check_unchanged()
-    if ranks.size == 1:  # before any file is created
-        notes = dropped(plan.source, how.check_replicas)
-    with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
+    kind: type[Publisher] = Directory
+    if sparse_copy.of(plan.destination.root) is not None:
+        from mckpt.conversion.to_store import Store
+
+        kind = Store
+    publisher = kind(plan, how, ranks)
+    return publisher.help() if ranks.rank else publisher.lead()
+
+
+class Directory(Publisher):
+    """A local directory. The files are written in a staging directory, which all ranks see."""
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        state, name = str(self.before), self.ranks.name
+        staging = self.destination.staging(self.key, state, self.how.resume, name)
+        with staging, self.session:
+            self.session.open()
+            yield
+
+    @property
+    def resumes(self) -> bool:
         # other ranks would take this output for an old one that --overwrite replaces
-        ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
-        if ends and (output := done.existing_output(plan)).manifest is not None:
-            discard(staging)  # the earlier run was killed after its output was in place
-            done.complete(plan, output)
-            return output.manifest
-        session.open()
-        if ranks.size > 1:  # within the session, so that the other ranks learn of an error
-            notes = dropped(plan.source, how.check_replicas)
-        sums = _move(plan, session, how)
-        look = partial(done.differing, plan, staging / "data", how.checksum, how.max_memory)
-        now = check_unchanged(plan, before, look)
-        manifest = manifest_of(plan, now, notes, sums)
-        publish(destination, staging, plan.side, manifest)
-        if staging.exists():
-            how.on_note(f"{staging}: cannot be removed now; the same command removes it")
-    return manifest
+        replaces = self.destination.overwrite and self.ranks.size > 1
+        return self.how.resume and in_place(self.folder) and not replaces
+
+    def put(self) -> list[str]:
+        how = self.how
+        more: Any = {"session": self.session, "cluster": how.cluster, "progress": how.progress}
+        return execute(self.plan.transfer, self.folder / "data", how.copying(), **more)
+
+    def unchanged(self) -> SourceState:
+        data, how = self.folder / "data", self.how
+        look = partial(done.differing, self.plan, data, how.checksum, how.max_memory)
+        return check_unchanged(self.plan, self.before, look)
+
+    def publish(self, manifest: dict[str, Any]) -> None:
+        publish(self.destination, self.folder, self.plan.side, manifest)
+        if self.folder.exists():
+            self.how.on_note(f"{self.folder}: cannot be removed now; the same command removes it")
+
+    def discard(self) -> None:
+        discard(self.folder)
+
+    ended = StorageError, OSError  # Gone, or an error that a removed file caused
+
+    def refuse_occupied(self) -> None:
+        self.destination.refuse(self.folder, self.ranks.name)
+
+    def result(self) -> dict[str, Any] | None:
+        manifest = self.destination.manifest()
+        gone = not self.folder.exists() and manifest.get("plan") == self.plan.digest
+        return manifest if gone else None
 
 
-def _move(plan: PlanData, session: Session, how: RunSettings) -> list[str]:
-    """Copies this rank's share of the bytes; returns the checksum of each file."""
-    joined = plan.joined
-    return move(
-        joined,
-        plan.source.layout.files,
-        session.staging,
-        plan.outputs,
-        joined.copies,
-        joined.grids,
-        how,
-        session,
-        how.progress,
-    )
+class Once(Directory):
+    """A local directory whose run no later run can continue, such as that of a stream. If the run
+    fails, its staging directory is removed.
+    """
 
-
-def _help(plan: PlanData, session: Session, how: RunSettings) -> dict[str, Any]:
-    """Copies the share of a rank other than 0, then waits until rank 0 has published."""
-    destination = plan.destination
-
-    def over(late: bool) -> bool:
-        """Returns whether the output of this plan is published and the run is over.
-
-        With --overwrite, the published output may be that of an earlier run. If this rank then
-        left at once, rank 0 would wait for it in vain. So it accepts the existing output only
-        after the time that rank 0 waits for missing ranks.
+    def __init__(
+        self, plan: PlanData, how: RunSettings, kind: str, write: Callable[[Path], list[str]]
+    ) -> None:
+        """kind: what is written, in one word. A run of this kind finds and replaces what a killed
+        one left. write: writes the files below a directory, and returns their checksums.
         """
-        may_be_ours = late or not destination.overwrite
-        return may_be_ours and done.existing_output(plan, look=False).manifest is not None
+        super().__init__(plan, how, Ranks(), kind)
+        self.write = write
 
-    def refuse() -> None:
-        plan.side.check_unchanged()
-        try:
-            destination.refuse(session.staging, session.ranks.name)
-        except DestinationError:
-            if not destination.overwrite and done.existing_output(plan).manifest is not None:
-                # rank 0 may still compare the content
-                raise Gone(f"{destination.path}: is done already") from None
-            raise
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        with self.destination.staging(self.key, str(self.before), resume=False):
+            try:
+                yield
+            except BaseException:
+                # what a killed run replaced is the user's
+                if (self.folder / REPLACED).exists():
+                    shutil.rmtree(self.folder / "data", ignore_errors=True)
+                else:
+                    self.discard()
+                raise
 
-    try:
-        with session:
-            session.join(over, refuse)
-            _move(plan, session, how)
-            session.listen()
-    except (StorageError, OSError):  # Gone, or an error that a removed file caused
-        if session.staging.exists():
-            raise
-        manifest = destination.manifest()
-        if manifest.get("plan") != plan.digest:
-            raise
-        return manifest
+    @property
+    def resumes(self) -> bool:
+        return False
+
+    def dropped(self) -> list[str]:
+        return []
+
+    def put(self) -> list[str]:
+        return self.write(self.folder / "data")
+
+    def unchanged(self) -> SourceState:
+        return self.before
 
 
 def publish(

@@ -14,26 +14,28 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from msgspec import structs
 
 from mckpt import formats
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.logical import LazyTensor
 from mckpt.containers.entries import Entry
-from mckpt.conversion.moving import RunSettings, manifest_of
+from mckpt.conversion.moving import RunSettings
 from mckpt.conversion.plan_data import PlanData
-from mckpt.conversion.run import publish
+from mckpt.conversion.run import Once
 from mckpt.conversion.to_hf import export_of
 from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_again, show_as, shown
 from mckpt.execute.files import write_at
-from mckpt.execute.mover import Overflow
+from mckpt.execute.mover import naming
 from mckpt.execute.piecewise import Batches, read, within
 from mckpt.formats import places
 from mckpt.formats.base import Names
@@ -47,7 +49,6 @@ from mckpt.mapping.forms import part
 from mckpt.options import SourceOptions, TargetOptions
 from mckpt.progress import Progress
 from mckpt.storage import addresses, sparse_copy
-from mckpt.storage.staging import REPLACED, discard
 from mckpt.values import dtypes
 from mckpt.values.dtypes import itemsize
 
@@ -137,10 +138,8 @@ class HfTensors(Mapping[str, HfTensor]):
         if len(out) < row.nbytes:
             copies = within(copies, itemsize(row.dtype), start, start + len(out))
         sources = list(map(str, self._source.layout.files))
-        try:
-            read(copies, joined.casts, joined.grids, sources, start, out)
-        except Overflow as e:
-            raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
+        with naming(joined):
+            read(structs.replace(joined, copies=copies), sources, start, out)
 
     def __getitem__(self, name: str) -> HfTensor:
         if name not in self._rows:
@@ -384,25 +383,9 @@ def run(plan: PlanData, stream: Stream, settings: RunSettings) -> dict[str, Any]
     fails, nothing is left in the destination.
     """
     root = plan.destination.root
-    plan.side.check_unchanged()
-    made, state = [p for p in (root, *root.parents) if not p.exists()], plan.state()
+    made = [p for p in (root, *root.parents) if not p.exists()]
     try:
-        # the same key every time, so that what a killed run left is found and replaced
-        with plan.destination.staging(
-            plan.key(settings.checksum, "stream"), str(state), resume=False
-        ) as staging:
-            try:
-                sums = _move(plan, settings, stream, staging / "data")
-                manifest = manifest_of(plan, state, [], sums)
-                publish(plan.destination, staging, plan.side, manifest)
-            except BaseException:
-                # no later run can continue a stream, but what a killed one replaced is the user's
-                if not (staging / REPLACED).exists():
-                    discard(staging)
-                else:
-                    shutil.rmtree(staging / "data", ignore_errors=True)
-                raise
-            return manifest
+        return Once(plan, settings, "stream", partial(_move, plan, settings, stream)).lead()
     except BaseException as error:
         with suppress(OSError):
             for folder in made:
@@ -414,8 +397,8 @@ def run(plan: PlanData, stream: Stream, settings: RunSettings) -> dict[str, Any]
 
 def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> list[str]:
     """Writes the files of the plan into the directory `data`; returns their checksums."""
-    joined, sources = plan.joined, list(map(str, plan.source.layout.files))
-    copies, at = joined.copies, np.ascontiguousarray(joined.copies["src_at"])
+    copies, sources = plan.joined.copies, plan.transfer.sources
+    at = np.ascontiguousarray(copies["src_at"])
     bounds = np.searchsorted(
         np.ascontiguousarray(copies["src_file"]), np.arange(len(sources) + 1)
     ).tolist()
@@ -429,17 +412,7 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
         if settings.progress is not None:
             settings.progress(Progress(done, total, 0, len(plan.outputs)))
 
-    batches = Batches(
-        joined.casts,
-        joined.grids,
-        sources,
-        plan.outputs,
-        data,
-        max_memory=most,
-        threads=settings.threads,
-        checksum=settings.checksum,
-        allow_overflow=settings.allow_overflow,
-    )
+    batches = Batches(plan.transfer, data, replace(settings.copying(), max_memory=most))
 
     def move() -> None:
         nonlocal done, waiting
@@ -454,22 +427,18 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
         done, waiting = done + waiting, 0
         todo.clear()
 
-    try:
+    with closing(batches):
         for entry, view in stream:
             first, last = bounds[entry.file : entry.file + 2]
             inside = np.searchsorted(at[first:last], [entry.at, entry.at + len(view)]) + first
             todo.append(copies[slice(*inside.tolist())])
             with open(sources[entry.file], "r+b") as file:
-                write_at(file.fileno(), view, entry.at, sources[entry.file])
+                write_at(file.fileno(), view, entry.at, str(sources[entry.file]))
             waiting += len(view)
             if waiting >= most:
                 move()
         move()
         sums = batches.end(tick)
-    except Overflow as e:
-        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
-    finally:
-        batches.close()
     if settings.progress is not None:
         settings.progress(Progress(total, total, len(sums), len(sums)))
     return sums

@@ -24,92 +24,27 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mckpt import errors
-from mckpt.conversion.done import complete, existing_output
-from mckpt.conversion.moving import RunSettings, check_unchanged, ignore, manifest_of, move
+from mckpt.conversion.moving import Publisher, RunSettings, check_unchanged
 from mckpt.conversion.plan_data import PlanData, SourceState
-from mckpt.conversion.refusals import dropped
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal
-from mckpt.errors import DestinationError, SourceError
-from mckpt.execute.engine import KNEE, Cluster, Step, Tick, continues
+from mckpt.errors import SourceError
+from mckpt.execute.engine import KNEE, Cluster, Step, Tick, continues, execute
 from mckpt.execute.ranks import LOOK_S, Gone, Ranks, Session
+from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.formats.hf_config import CONFIG
-from mckpt.geometry.join import UNSCALED, Joined
 from mckpt.progress import Progress
 from mckpt.storage import sparse_copy
-from mckpt.storage.files import TargetFile, stamp
+from mckpt.storage.files import stamp
 from mckpt.storage.staging import MANIFEST
-from mckpt.values.quantisation import WRITTEN, Grid
-
-
-def groups(
-    files: Sequence[TargetFile], joined: Joined, last: int | None, size: int
-) -> list[list[int]]:
-    """Returns the files in groups of about `size` bytes; `last` is in none of them.
-
-    A weight that is quantised and its scales are written together, so their files are in one group,
-    with those of the weights that share its overall scale.
-    """
-    tied = _ties(joined)
-    out: list[list[int]] = []
-    nbytes = 0
-    for number, file in enumerate(files):
-        if number == last:
-            continue
-        if not out or (nbytes + file.size > size and number not in tied):
-            out.append([])
-            nbytes = 0
-        out[-1].append(number)
-        nbytes += file.size
-    return out
-
-
-def _ties(joined: Joined) -> set[int]:
-    """Returns the files that must be in the group of the file before them."""
-    weights = _quantised(joined)
-    first: dict[int, int] = {}  # number of peers -> the least of their files, and the largest
-    last: dict[int, int] = {}
-    for file, row in zip(weights["dst_file"].tolist(), weights["grid"].tolist(), strict=True):
-        grid = Grid(*joined.grids[row].tolist())
-        files = {file, *grid.files}
-        number = grid.peers if grid.overall else -1 - row
-        first[number] = min(first.get(number, file), *files)
-        last[number] = max(last.get(number, file), *files)
-    return {file for number in first for file in range(first[number] + 1, last[number] + 1)}
-
-
-def _quantised(joined: Joined) -> np.ndarray:
-    """Returns the copies into quantised weights."""
-    written = np.array([cast.target in WRITTEN for cast in joined.casts], bool)
-    which = (joined.copies["grid"] != UNSCALED) & written[joined.copies["cast"]]
-    copies: np.ndarray = joined.copies[which]
-    return copies
-
-
-def part(
-    files: Sequence[TargetFile], joined: Joined, group: Sequence[int]
-) -> tuple[list[TargetFile], np.ndarray, np.ndarray]:
-    """Returns the files of a group, numbered from 0, the copies into them, and the grids."""
-    number = np.full(len(files), -1, "i4")
-    number[list(group)] = np.arange(len(group), dtype="i4")
-    copies = joined.copies[number[joined.copies["dst_file"]] >= 0].copy()
-    grids = joined.grids.copy()
-    weights = _quantised(joined)
-    for grid in set(weights["grid"][number[weights["dst_file"]] >= 0].tolist()):
-        for at in map(Grid._fields.index, ("file", "overall_file")):
-            grids[grid, at] = number[grids[grid, at]]
-    copies["dst_file"] = number[copies["dst_file"]]
-    return [files[n] for n in group], copies, grids
-
 
 FILES = 2  # files that are sent at the same time, each in several parts
 
@@ -125,37 +60,11 @@ class Sender:
     """
 
     journal: StoreJournal
-    outputs: Sequence[TargetFile]
-    joined: Joined
-    sources: Sequence[Path]
+    transfer: Transfer
     state: SourceState
     groups: Sequence[Sequence[int]]
     carried: frozenset[int]
-    how: RunSettings
-
-    @classmethod
-    def of(
-        cls,
-        plan: PlanData,
-        journal: StoreJournal,
-        how: RunSettings,
-        state: SourceState,
-        groups: Sequence[Sequence[int]],
-        carried: frozenset[int],
-    ) -> Sender:
-        sources = [Path(file) for file in plan.source.layout.files]
-        # the process that sends makes the files itself, and its caller reports
-        how = how.with_(engine="local", progress=None, on_note=ignore)
-        return cls(
-            journal,
-            plan.outputs,
-            plan.joined,
-            sources,
-            state,
-            groups,
-            carried,
-            how,
-        )
+    how: CopySettings
 
     # ---- as a task of another machine
 
@@ -179,8 +88,9 @@ class Sender:
         self.send([self.groups[i] for i in items], self.journal.sent())
 
     def _refuse_other_source(self) -> None:
-        stamps = self.state.stamps[: len(self.sources)]  # those of copied files follow
-        for file, known in zip(self.sources, stamps, strict=True):
+        sources = self.transfer.sources
+        stamps = self.state.stamps[: len(sources)]  # those of copied files follow
+        for file, known in zip(sources, stamps, strict=True):
             if not file.exists() or stamp(file).shared != known.shared:
                 raise SourceError(
                     f"{file}: is not the file that the command reads; mount the source at the same"
@@ -207,7 +117,7 @@ class Sender:
         def send(number: int, folder: Path, checksum: str) -> None:
             if stop.is_set():
                 return
-            file = self.outputs[number]
+            file = self.transfer.outputs[number]
             made = folder / file.path
             there = self.journal.object_of(number) if number in self.carried else None
             to = self.journal.files[number]
@@ -243,9 +153,9 @@ class Sender:
         """Raises DestinationError if other checkpoints here have other carried tensors."""
         for number in group:
             if number in self.carried and self.journal.object_of(number):
-                there = self.journal.files[number]
+                made, there = self.transfer.outputs[number].path, self.journal.files[number]
                 sparse_copy.whole(there)
-                if not filecmp.cmp(folder / self.outputs[number].path, there, shallow=False):
+                if not filecmp.cmp(folder / made, there, shallow=False):
                     raise other_tensors(there)
 
     def make(self, group: Sequence[int], folders: Path) -> tuple[Path, list[str]]:
@@ -254,33 +164,24 @@ class Sender:
         """
         # two levels, so that `..` in the path of a carried file stays inside
         folder = Path(tempfile.mkdtemp(dir=folders)) / "made"
-        outputs, copies, grids = part(self.outputs, self.joined, group)
         # the parts that are sent meanwhile take the rest
-        how = self.how.with_(max_memory=self.how.max_memory // 2)
-        sources = list(map(str, self.sources))
-        sums = move(self.joined, sources, folder, outputs, copies, grids, how)
+        how = replace(self.how, max_memory=self.how.max_memory // 2)
+        sums = execute(self.transfer.part(group), folder / "data", how)
         return folder / "data", sums
 
 
 GROUP = 1 << 30  # bytes of files that are made before they are sent
 
 
-def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
-    """Runs the plan as one of `ranks`, and returns the manifest."""
-    job = _Job(plan, how, ranks, plan.state())
-    return job.help() if ranks.rank else job.lead()
+class Store(Publisher):
+    """An object store. The files are sent in groups while the next ones are made."""
 
-
-class _Job:
-    """One run of one plan, as one of its ranks."""
-
-    def __init__(self, plan: PlanData, how: RunSettings, ranks: Ranks, before: SourceState) -> None:
-        self.plan, self.how, self.ranks, self.before = plan, how, ranks, before
-        destination = self.destination = plan.destination
-        folder = destination.staging_directory(plan.key(how.checksum, before.shared))
+    def __init__(self, plan: PlanData, how: RunSettings, ranks: Ranks) -> None:
+        super().__init__(plan, how, ranks)
+        destination, transfer = self.destination, plan.transfer
         files = [Path(os.path.normpath(destination.path / file.path)) for file in plan.outputs]
-        self.journal = StoreJournal(destination, folder, files, ranks.rank)
-        self.session = Session(folder, ranks, how.on_note, self.journal)
+        self.journal = StoreJournal(destination, self.folder, files, ranks.rank)
+        self.session = Session(self.folder, ranks, how.on_note, self.journal)
         # files by number; the one without which no loader accepts the checkpoint goes last
         last = [n for n, file in enumerate(plan.outputs) if file.path == destination.format.last]
         self.last = last[0] if last else None
@@ -290,39 +191,36 @@ class _Job:
             if destination.iteration_name is not None and file.parent == plan.side.path
         )
         # carried tensors first, because they may be refused
-        self.groups = sorted(
-            groups(plan.outputs, plan.joined, self.last, GROUP), key=carried.isdisjoint
-        )
-        self.sender = Sender.of(plan, self.journal, how, before, self.groups, carried)
+        groups = sorted(transfer.groups(self.last, GROUP), key=carried.isdisjoint)
+        self.sender = Sender(self.journal, transfer, self.before, groups, carried, how.copying())
         self.bytes_done = self.files_done = 0
-        # for ranks other than 0: the manifest of the output that was in place at the start
-        self.existing: dict[str, Any] | None = None
         self.next_look = 0.0
 
     # ---- rank 0
 
-    def lead(self) -> dict[str, Any]:
-        """Runs the plan as rank 0, and returns the manifest."""
-        plan, journal = self.plan, self.journal
-        plan.side.check_unchanged()
-        notes = dropped(plan.source, self.how.check_replicas)
-        journal.refuse_occupied()
-        journal.announce(str(self.before), self.how.resume)
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        self.journal.refuse_occupied()
+        self.journal.announce(str(self.before), self.how.resume)
         with self.session:
             self.session.open()
-            journal.id = self.session.line["id"]
-            ends = journal.resumes and not plan.destination.overwrite
-            if ends and (output := existing_output(plan)).manifest is not None:
-                complete(plan, output)  # it was killed after its output was in place
-                self._remove_journal()
-                return output.manifest
-            self._send_side()
-            sums = self._send_all()
-            check_unchanged(plan, self.before)
-            checksums = [sums[number].checksum for number in range(len(plan.outputs))]
-            manifest = manifest_of(plan, self.before, notes, checksums)
-            self._publish(manifest)
-        return manifest
+            self.journal.id = self.session.line["id"]
+            yield
+
+    @property
+    def resumes(self) -> bool:
+        return self.journal.resumes and not self.destination.overwrite
+
+    def put(self) -> list[str]:
+        if self.ranks.rank:
+            self._send_share()
+            return []
+        self._send_side()
+        sums = self._send_all()
+        return [sums[number].checksum for number in range(len(self.plan.outputs))]
+
+    def unchanged(self) -> SourceState:
+        return check_unchanged(self.plan, self.before)
 
     def _send_side(self) -> None:
         """Sends the files of DST/hf that are not there; they are the same for all checkpoints of a
@@ -351,7 +249,7 @@ class _Job:
         if self.how.cluster:
             self._send_by_cluster(self.how.cluster, done)
         else:
-            self._send(self.ranks.share(len(self.groups)), done)
+            self._send(self.ranks.share(len(self.sender.groups)), done)
             self.session.meet(self._send_share_of)
         if self.how.cluster or self.ranks.size > 1:
             done = self.journal.sent()
@@ -365,21 +263,21 @@ class _Job:
 
     def _missing(self, done: dict[int, Sent]) -> list[int]:
         """Returns the groups of which a file is not sent."""
-        return [i for i, g in enumerate(self.groups) if any(n not in done for n in g)]
+        return [i for i, g in enumerate(self.sender.groups) if any(n not in done for n in g)]
 
     def _send(self, which: Iterable[int], done: dict[int, Sent]) -> None:
         """Makes and sends the files of these groups that are not in `done`, and adds them to it."""
         report = (lambda number: None) if self.ranks.rank else self._report
-        self.sender.send([self.groups[i] for i in which], done, report)
+        self.sender.send([self.sender.groups[i] for i in which], done, report)
 
     def _send_share_of(self, rank: int) -> None:
         """Sends the share of a rank that died."""
-        self._send(self.ranks.share(len(self.groups), rank), self.journal.sent())
+        self._send(self.ranks.share(len(self.sender.groups), rank), self.journal.sent())
 
     def _send_by_cluster(self, cluster: Cluster, done: dict[int, Sent]) -> None:
         """Lets the nodes of the cluster make and send the groups that are not in `done`."""
         todo = self._missing(done)
-        sender = replace(self.sender, groups=[self.groups[i] for i in todo])
+        sender = replace(self.sender, groups=[self.sender.groups[i] for i in todo])
         for items in cluster.do(sender, "send", len(todo), lambda: None):
             for number in (n for i in items for n in sender.groups[i] if n not in done):
                 self._report(number)
@@ -393,7 +291,7 @@ class _Job:
             done = min(self.bytes_done, total), total, min(self.files_done, files), files
             self.how.progress(Progress(*done))
 
-    def _publish(self, manifest: dict[str, Any]) -> None:
+    def publish(self, manifest: dict[str, Any]) -> None:
         """Puts the manifest, the last file and the tracker, and removes the journal."""
         destination, journal = self.destination, self.journal
         text = errors.shown(json.dumps(manifest, indent=1)) + "\n"
@@ -405,61 +303,49 @@ class _Job:
             destination.iteration_name
         ):
             destination.tracker.move_to(destination.iteration_name)
-        self._remove_journal()
-        self._published()
+        self.discard()
+        self.output()
 
-    def _remove_journal(self) -> None:
+    def discard(self) -> None:
         self.session.end()
         self.journal.remove()
 
     # ---- other ranks
 
-    def help(self) -> dict[str, Any]:
-        """Sends the share of a rank other than 0, then waits until rank 0 has published."""
-        session, journal = self.session, self.journal
-        try:
-            with session:
-                session.join(self._is_published, self._refuse)
-                journal.id = session.line["id"]
-                session.begin(lambda: None)
-                journal.ready = True
-                self._send(self.ranks.share(len(self.groups)), journal.sent())
-                session.meet(lambda rank: None)
-                session.listen()
-        except (Gone, Over):
-            journal.forget_line()
-            if self.existing is not None:
-                return self.existing
-            self._published()
-            manifest = self.destination.manifest()
-            shared = str(manifest.get("read")).partition(":")[0]
-            if (manifest.get("plan"), shared) != (self.plan.digest, self.before.shared):
-                raise
-            return manifest
+    ended = Gone, Over
 
-    def _is_published(self, late: bool) -> bool:
-        """Returns whether the output of this plan is there. With --overwrite it may be that of an
-        earlier run, until rank 0 has been silent for long (`late`).
-        """
+    def refuse(self) -> None:
+        super().refuse()
+        self.journal.refuse_living()
+
+    def refuse_occupied(self) -> None:
+        self.journal.refuse_occupied()
+
+    def _send_share(self) -> None:
+        self.journal.id = self.session.line["id"]
+        self.session.begin(lambda: None)
+        self.journal.ready = True
+        self._send(self.ranks.share(len(self.sender.groups)), self.journal.sent())
+        self.session.meet(lambda rank: None)
+
+    def published(self, late: bool) -> bool:
         if time.monotonic() < self.next_look:  # a listing may be long
             return False
         self.next_look = time.monotonic() + LOOK_S
-        return (late or not self.destination.overwrite) and self._published() is not None
+        return super().published(late)
 
-    def _refuse(self) -> None:
-        """Raises the error that rank 0 finds before it has a journal in which to report it."""
-        try:
-            self.journal.refuse_occupied()
-        except DestinationError:
-            if self.existing is None and not self.destination.overwrite:
-                self.existing = existing_output(self.plan).manifest
-            if self.existing is not None:  # rank 0 may still compare the content
-                raise Gone(f"{self.destination.path}: is done already") from None
-            raise
-        self.journal.refuse_living()
+    def result(self) -> dict[str, Any] | None:
+        self.journal.forget_line()
+        if self.existing is not None:
+            return self.existing
+        self.output()
+        manifest = self.destination.manifest()
+        shared = str(manifest.get("read")).partition(":")[0]
+        ours = (manifest.get("plan"), shared) == (self.plan.digest, self.before.shared)
+        return manifest if ours else None
 
-    def _published(self) -> dict[str, Any] | None:
+    def output(self) -> dict[str, Any] | None:
         place = self.journal.place
         place.list()
         place.whole([self.journal.name(self.destination.path / MANIFEST)])
-        return existing_output(self.plan, look=False).manifest
+        return super().output()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mckpt.execute.engine import most_threads
-from mckpt.execute.files import OpenFiles, crc_of_range, read_at
+from mckpt.execute.files import crc_of_range, read_at
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks
 from mckpt.execute.threads import ThreadPool
+from mckpt.execute.transfer import Transfer
 from mckpt.execute.units import Work
-from mckpt.geometry.join import Cast, Joined
-from mckpt.storage.files import TargetFile
 
 
 class _Differs(Exception):
@@ -34,28 +33,20 @@ def _compare(fd: int, view: memoryview, at: int, path: str) -> None:
             raise _Differs(path)
 
 
-def differing(
-    joined: Joined,
-    sources: Sequence[str],
-    outputs: Sequence[TargetFile],
-    folder: Path,
-    *,
-    checksum: str,
-    max_memory: int,
-) -> str:
-    """Returns the path of one of the `outputs` in a folder that has other bytes than
-    `engine.execute` would write, "" if there is none. Bytes that it leaves zero are not looked at.
+def differing(transfer: Transfer, folder: Path, checksum: str, max_memory: int) -> str:
+    """Returns the path of an output in a folder that has other bytes than `engine.execute` would
+    write, "" if there is none. Bytes that it leaves zero are not looked at.
 
     checksum: the kind that the run computed; a file may contain crc32s of its parts.
     Raises the errors of reading.
     """
-    casts = [Cast(*cast) for cast in joined.casts]
-    work = Work.of(joined.copies, casts, joined.grids)
-    targets = OpenFiles([os.path.normpath(folder / o.path) for o in outputs], os.O_RDONLY)
+    joined, outputs = transfer.joined, transfer.outputs
+    work = Work.of(joined)
+    targets = transfer.targets(folder, os.O_RDONLY)
     mover = Mover(
-        OpenFiles(sources, os.O_RDONLY),
+        transfer.readers(),
         targets,
-        casts,
+        joined.casts,
         joined.grids,
         summing=False,
         in_kernel=False,
@@ -63,7 +54,7 @@ def differing(
         write=_compare,
     )
     # the bytes to compare with take the other half of the memory
-    threads = most_threads(work, sources, Ranks().cores, max_memory // 2)
+    threads = most_threads(work, transfer, Ranks().cores, max_memory // 2)
     pool = ThreadPool(threads, max_memory // 2)
 
     def move(slab: int, memory: memoryview, check: Callable[[], None]) -> None:

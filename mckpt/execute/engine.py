@@ -1,6 +1,7 @@
 """Moves the bytes of a plan into a staging directory: bounded memory, many threads, resumable,
 with checksums computed on the way.
 
+    transfer   the copies of a plan with their files, and how a process does them
     units      cuts the copies of the plan into slabs, which threads take, and units of slabs
     clusters   lays out in a buffer the copies that move together
     mover      copies one slab
@@ -10,8 +11,7 @@ with checksums computed on the way.
     files      opens, reads, writes and syncs the files
     checksums  combines the crc32 of the ranges that were written into that of a whole file
     journal    remembers the finished units, so that the same call continues after a kill
-    batches    does the copies a few at a time, as their sources come
-    reading    does copies into memory
+    piecewise  does the copies a few at a time, as their sources come, or into memory
     ranks      shares the units between processes
     ray_tasks  or between the nodes of a Ray cluster
     comparing  compares files with those that a run would write
@@ -28,7 +28,8 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -47,19 +48,16 @@ from mckpt.execute.files import (
     write_at,
 )
 from mckpt.execute.journal import Journal, generation
-from mckpt.execute.mover import PIECE, Mover, Overflow
+from mckpt.execute.mover import PIECE, Mover, naming
 from mckpt.execute.ranks import Ranks, Session, wait_for
 from mckpt.execute.threads import ThreadPool
+from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.execute.units import Work, is_quantised
-from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
 from mckpt.progress import OnProgress, Progress, share
 from mckpt.storage.descriptors import any_remote
-from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import WRITTEN
-
-__all__ = ["Cluster", "Job", "Overflow", "execute"]
 
 # most threads of one process: with 12, strided work on 64 cores was 10% slower, with 64 twice as
 # slow (docs/scale.md)
@@ -95,21 +93,19 @@ class Task(Protocol):
 class Job:
     """A call of `execute` as data, from which any process that sees the files can do a part.
 
-    threads: of each process.
-    journal: the folder of the journal.
+    transfer: without its copies, which `work` has. journal: the folder of the journal. how: of each
+    process.
     """
 
     work: Work
-    casts: Sequence[Cast]
-    grids: np.ndarray | None
-    sources: Sequence[Path]
-    outputs: Sequence[TargetFile]
+    transfer: Transfer
     staging: Path
     journal: Path
-    max_memory: int
-    threads: int
-    checksum: str
-    allow_overflow: bool
+    how: CopySettings
+
+    @property
+    def threads(self) -> int:
+        return self.how.threads
 
     @property
     def place(self) -> Path:
@@ -121,17 +117,14 @@ class Job:
 
     def do(self, step: Step, items: range, tick: Tick) -> None:
         """Does a part of one step: copies these units, or ends these files."""
-        run = _Run(self)
-        try:
+        with closing(_Run(self)) as run:
             run.copy(items, tick) if step == "copy" else run.end(items, tick)
-        finally:
-            run.close()
 
 
-def most_threads(work: Work, sources: Sequence[str], cores: int, max_memory: int) -> int:
+def most_threads(work: Work, transfer: Transfer, cores: int, max_memory: int) -> int:
     """Returns the number of threads that are useful to a process that has so many cores."""
     knee = KNEE_FLAT if work.is_flat() else KNEE
-    if any_remote(sources):  # threads wait for the store, not for a core
+    if any_remote(transfer.sources):  # threads wait for the store, not for a core
         cores = knee = REQUESTS
     return max(1, min(cores, knee, max_memory // PIECE))
 
@@ -150,30 +143,17 @@ class Cluster(Protocol):
 
 
 def execute(
-    copies: np.ndarray,
-    casts: Sequence[Cast],
-    sources: Sequence[str],
-    outputs: Sequence[TargetFile],
+    transfer: Transfer,
     staging: Path,
+    how: CopySettings,
     *,
-    max_memory: int = 64 << 20,
-    threads: int = 0,
-    checksum: str = "crc32",
-    allow_overflow: bool = False,
-    grids: np.ndarray | None = None,
     session: Session | None = None,
     cluster: Cluster | None = None,
     progress: OnProgress | None = None,
 ) -> list[str]:
-    """Writes `outputs` under `staging` from `copies` of `sources`; returns one checksum per output,
-    such as "crc32:0a1b2c3d".
+    """Writes the outputs of `transfer` under `staging`; returns one checksum per output, such as
+    "crc32:0a1b2c3d".
 
-    copies: records of join.COPY.
-    max_memory: bytes of the buffers of all threads together.
-    threads: 0 means one per core, up to KNEE, or up to KNEE_FLAT if every copy is a plain byte
-        range; REQUESTS if a source is in a store.
-    checksum: none, crc32 or sha256.
-    grids: Joined.grids, for copies that are scaled.
     session: with several ranks, each process does its share of the units, then of the files' ends,
         and returns when all ranks are done. The journal is in the session's directory; without a
         session it is in `staging`.
@@ -185,28 +165,17 @@ def execute(
     renamed.
 
     Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies
-    require), Overflow, and Gone if rank 0 has published before this rank was done.
+    require), UsageError (a value that its new dtype cannot hold), and Gone if rank 0 has published
+    before this rank was done.
     """
-    assert checksum in KINDS, checksum
+    assert how.checksum in KINDS, how.checksum
     session = session or Session(staging, Ranks())
-    ranks, done = session.ranks, session.staging / "done"
+    ranks, done, outputs = session.ranks, session.staging / "done", transfer.outputs
     assert cluster is None or ranks.size == 1
-    casts = [Cast(*cast) for cast in casts]
-    work = Work.of(copies, casts, grids)
+    work = Work.of(transfer.joined)
     cores = cluster.cores if cluster else ranks.cores
-    job = Job(
-        work=work,
-        casts=casts,
-        grids=grids,
-        sources=[Path(source) for source in sources],
-        outputs=outputs,
-        staging=staging,
-        journal=done,
-        max_memory=max_memory,
-        threads=threads or most_threads(work, sources, cores, max_memory),
-        checksum=checksum,
-        allow_overflow=allow_overflow,
-    )
+    threads = how.threads or most_threads(work, transfer, cores, how.max_memory)
+    job = Job(work, transfer.without_copies(), staging, done, replace(how, threads=threads))
 
     def prepare() -> None:
         lay_out(outputs, staging, done)
@@ -237,7 +206,7 @@ def execute(
     def end(rank: int) -> None:
         run.end(ranks.share(len(outputs), rank), tick)
 
-    try:
+    with naming(transfer.joined), closing(run):
         if cluster:
             for units in cluster.do(job, "copy", run.num_units, tick):
                 run.load(units)
@@ -258,8 +227,6 @@ def execute(
             wait_for(partial(run.journal.sum, file), f"the checksum of {outputs[file].path}", tick)
             for file in range(len(outputs))
         ]
-    finally:
-        run.close()
     sync_directories(outputs, staging)
     if ranks.size == 1:
         shutil.rmtree(done, ignore_errors=True)
@@ -271,32 +238,90 @@ def continues(there: int, total: int) -> str:
     return f"continues an interrupted run, which has written {share(there, total)}"
 
 
-class _Run:
+class Writer:
+    """The outputs of a transfer while a process writes them below the directory `data`.
+
+    in_kernel: let the kernel copy ranges of bytes.
+    """
+
+    def __init__(
+        self, transfer: Transfer, data: Path, how: CopySettings, in_kernel: bool = False
+    ) -> None:
+        self.transfer, self.data, self.how = transfer, data, how
+        self.mover = Mover(
+            transfer.readers(),
+            # Not for reading: an NFS client would read whole pages in and write them back, over
+            # bytes that another node has written there since.
+            transfer.targets(data, os.O_WRONLY),
+            transfer.joined.casts,
+            transfer.joined.grids,
+            summing=how.checksum == "crc32",
+            in_kernel=in_kernel,
+            allow_overflow=how.allow_overflow,
+        )
+        self.targets = self.mover.targets
+
+    def reopen(self) -> None:
+        """Closes the outputs; the next use opens them anew, for reading too."""
+        self.targets.close()
+        self.targets = OpenFiles(self.targets.paths, os.O_RDWR)
+
+    def finish(
+        self, file: int, ranges: Sequence[Range], memory: memoryview, check: Callable[[], None]
+    ) -> str:
+        """Writes the fixed bytes of one file, syncs it, and returns its checksum.
+
+        ranges: the ranges of it that copies wrote.
+        """
+        output, checksum = self.transfer.outputs[file], self.how.checksum
+        with self.targets.opened([file]) as fds:
+            fd, path = fds[file], self.targets.paths[file]
+            memory = memory[:PIECE]
+            crc_of = partial(crc_of_range, fd, path=path, memory=memory, check=check)
+            sums = RangeSums(ranges, crc_of) if checksum == "crc32" else None
+            fixed: list[Range] = []
+            for at, data in output.fixed(sums.crc if sums else None):
+                assert at >= 0 and at + len(data) <= output.size, (
+                    f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
+                )
+                write_at(fd, memoryview(data), at, path)
+                fixed.append((file, at, len(data), isal_zlib.crc32(data)))
+            self.targets.sync(file, os.fsync)
+            if sums:
+                return f"crc32:{RangeSums([*ranges, *fixed], crc_of).crc(0, output.size):08x}"
+            if checksum == "none":
+                return ""
+            digest = hashlib.sha256()
+            for view in read_pieces(fd, 0, output.size, path, memory, check):
+                digest.update(view)
+            return f"sha256:{digest.hexdigest()}"
+
+    def close(self) -> None:
+        """Closes all files."""
+        self.mover.sources.close()
+        self.targets.close()
+
+
+class _Run(Writer):
     """The state of a job in one process: which slabs and units are done, and what they wrote."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.work = job, job.work
-        self.journal = Journal(job.journal, job.work, job.outputs)
-        self.mover = Mover(
-            OpenFiles([str(source) for source in job.sources], os.O_RDONLY),
-            # Not for reading: an NFS client would read whole pages in and write them back, over
-            # bytes that another node has written there since.
-            OpenFiles([str(job.staging / o.path) for o in job.outputs], os.O_WRONLY),
-            job.casts,
-            job.grids,
-            summing=job.checksum == "crc32",
-            in_kernel=job.checksum != "crc32" and len(job.outputs) >= 2 * job.threads,
-            allow_overflow=job.allow_overflow,
-        )
-        self.targets = self.mover.targets
-        self.pool = ThreadPool(job.threads, job.max_memory)
+        outputs, threads = job.transfer.outputs, job.how.threads
+        few = job.how.checksum == "crc32" or len(outputs) < 2 * threads
+        super().__init__(job.transfer, job.staging, job.how, in_kernel=not few)
+        self.work = job.work
+        self.journal = Journal(job.journal, job.work, outputs)
+        self.pool = ThreadPool(threads, job.how.max_memory)
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
         copies = self.work.copies
         # bytes of tensors that each file still waits for, as far as this process knows
         self.file_left = np.zeros(len(self.targets.paths), "i8")
         nbytes = copies["rows"] * copies["run"] * copies["dst_item"]
-        packed = [WRITTEN[c.target].per_byte if c.target in WRITTEN else 1 for c in job.casts]
+        packed = [
+            WRITTEN[c.target].per_byte if c.target in WRITTEN else 1
+            for c in job.transfer.joined.casts
+        ]
         np.add.at(
             self.file_left, copies["dst_file"], nbytes // np.array([*packed, 1])[copies["cast"]]
         )
@@ -311,14 +336,14 @@ class _Run:
     def copy(self, units: range, tick: Tick) -> None:
         """Copies the units that are not done yet."""
         self.load(units)
-        slabs = self.todo(units, self.job.threads)
-        self.pool.each(slabs, self.move, targets=self.targets_of, tick=tick)
+        slabs = self.todo(units, self.how.threads)
+        self.pool.each(slabs, self.move, targets=self.work.targets, tick=tick)
 
     def end(self, files: range, tick: Tick) -> None:
         """Ends the files that are not ended yet, once all their units are done."""
         self.load_all(files, tick)
         unended = [file for file in files if self.journal.sum(file) is None]
-        self.pool.each(unended, self.finish, targets=lambda file: frozenset([file]), tick=tick)
+        self.pool.each(unended, self.end_file, targets=lambda file: frozenset([file]), tick=tick)
 
     def load(self, units: range) -> None:
         """Reads from the journal which of these units an earlier run has done."""
@@ -369,10 +394,6 @@ class _Run:
         self.open = {u: [] for u in self.left}
         size = -(-len(slabs) // lanes)
         return (slabs[i] for first in range(size) for i in range(first, len(slabs), size))
-
-    def targets_of(self, slab: int) -> frozenset[int]:
-        """Returns the files that a slab writes."""
-        return frozenset(self.work.cluster(slab)["dst_file"].tolist())
 
     def move(
         self, slab: int, memory: memoryview, check: Callable[[], None]
@@ -436,56 +457,6 @@ class _Run:
                         self.by_file[r[0]].append(r)
             return self.by_file[file]
 
-    def reopen(self) -> None:
-        """Closes the targets; the next use opens them anew, for reading too."""
-        self.targets.close()
-        self.targets = OpenFiles(self.targets.paths, os.O_RDWR)
-
-    def finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> None:
+    def end_file(self, file: int, memory: memoryview, check: Callable[[], None]) -> None:
         """Ends one file, and journals its checksum."""
-        self.journal.write_sum(file, self._finish(file, memory, check))
-
-    def _finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> str:
-        output, ranges = self.job.outputs[file], self.ranges(file)
-        return finished(self.targets, file, output, ranges, self.job.checksum, memory, check)
-
-    def close(self) -> None:
-        """Closes all files."""
-        self.mover.sources.close()
-        self.targets.close()
-
-
-def finished(
-    targets: OpenFiles,
-    file: int,
-    output: TargetFile,
-    ranges: Sequence[Range],
-    checksum: str,
-    memory: memoryview,
-    check: Callable[[], None],
-) -> str:
-    """Writes the fixed bytes of one file, syncs it, and returns its checksum.
-
-    ranges: the ranges of it that copies wrote.
-    """
-    with targets.opened([file]) as fds:
-        fd, path = fds[file], targets.paths[file]
-        memory = memory[:PIECE]
-        crc_of = partial(crc_of_range, fd, path=path, memory=memory, check=check)
-        sums = RangeSums(ranges, crc_of) if checksum == "crc32" else None
-        fixed: list[Range] = []
-        for at, data in output.fixed(sums.crc if sums else None):
-            assert at >= 0 and at + len(data) <= output.size, (
-                f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
-            )
-            write_at(fd, memoryview(data), at, path)
-            fixed.append((file, at, len(data), isal_zlib.crc32(data)))
-        targets.sync(file, os.fsync)
-        if sums:
-            return f"crc32:{RangeSums([*ranges, *fixed], crc_of).crc(0, output.size):08x}"
-        if checksum == "none":
-            return ""
-        digest = hashlib.sha256()
-        for view in read_pieces(fd, 0, output.size, path, memory, check):
-            digest.update(view)
-        return f"sha256:{digest.hexdigest()}"
+        self.journal.write_sum(file, self.finish(file, self.ranges(file), memory, check))

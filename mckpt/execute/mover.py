@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from isal import isal_zlib
@@ -31,7 +30,7 @@ from mckpt.execute.quantising import (
     quantise,
 )
 from mckpt.execute.units import Work, is_quantised, is_ranges
-from mckpt.geometry.join import UNSCALED, Cast
+from mckpt.geometry.join import UNSCALED, Cast, Joined
 from mckpt.storage.descriptors import is_remote
 from mckpt.values import adding
 from mckpt.values.dtypes import cast, has_infinity, numpy_dtype, pieces, shift
@@ -60,8 +59,14 @@ class Overflow(UsageError):
         super().__init__(f"tensor {tensor}: {place}")
         self.tensor, self.place = tensor, place
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Overflow, (self.tensor, self.place)  # for a process that raises it to another
+
+@contextmanager
+def naming(joined: Joined) -> Iterator[None]:
+    """Adds the name of the tensor to an Overflow, and raises it as a UsageError."""
+    try:
+        yield
+    except Overflow as e:
+        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
 
 
 @dataclass(frozen=True, eq=False)

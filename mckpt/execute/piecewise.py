@@ -7,20 +7,20 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from mckpt.execute.checksums import Range, merged
-from mckpt.execute.engine import Tick, finished, most_threads
+from mckpt.execute.engine import Tick, Writer, most_threads
 from mckpt.execute.files import OpenFiles, lay_out, read_spans, sync_directories
-from mckpt.execute.mover import Mover
+from mckpt.execute.mover import Mover, naming
 from mckpt.execute.ranks import Ranks
 from mckpt.execute.threads import ThreadPool
+from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.execute.units import Work
-from mckpt.geometry.join import COPY, UNSCALED, Cast
-from mckpt.storage.files import TargetFile
+from mckpt.geometry.join import COPY, UNSCALED, Cast, Joined
 from mckpt.values.dtypes import itemsize
 
 MEMORY = 8 << 20  # bytes of the buffer, which is the share of a thread of a conversion
@@ -30,9 +30,7 @@ APART = 8 << 10
 
 
 def read(
-    copies: np.ndarray,
-    casts: Sequence[Cast],
-    grids: np.ndarray,
+    joined: Joined,
     sources: Sequence[str] | OpenFiles,
     start: int,
     out: memoryview,
@@ -41,7 +39,7 @@ def read(
     """Does the copies into one target file, but writes the bytes of the file from `start` on into
     `out`. Leaves out the bytes before and behind.
 
-    copies, casts, grids: as for `engine.execute`. sources: the files, which stay open if they are
+    sources: the files, which stay open if they are
     given as OpenFiles. memory: the buffer to use, of MEMORY bytes.
     Raises the errors of reading, and Overflow.
     """
@@ -52,7 +50,7 @@ def read(
         if first < last:
             out[first - start : last - start] = view[first - at : last - at]
 
-    copies = copies.copy()
+    copies, casts = joined.copies.copy(), joined.casts
     copies["dst_file"] = 0
     files = sources if isinstance(sources, OpenFiles) else OpenFiles(sources, os.O_RDONLY)
     try:
@@ -61,12 +59,12 @@ def read(
             _read_ranges(files, dict(zip(COPY.names or (), copy, strict=True)), casts, start, out)
         if ranges.all():
             return
-        work = Work.of(copies[~ranges], casts, grids)
+        work = Work.of(structs.replace(joined, copies=copies[~ranges]))
         mover = Mover(
             files,
             OpenFiles([os.devnull], os.O_WRONLY),
             casts,
-            grids,
+            joined.grids,
             summing=False,
             in_kernel=False,
             allow_overflow=False,
@@ -136,53 +134,28 @@ def within(copies: np.ndarray, size: int, start: int, end: int) -> np.ndarray:
     return out
 
 
-class Batches:
-    """The files of a plan while they are written. The arguments are those of `engine.execute`."""
+class Batches(Writer):
+    """The files of a plan while they are written."""
 
-    def __init__(
-        self,
-        casts: Sequence[Cast],
-        grids: np.ndarray,
-        sources: Sequence[str],
-        outputs: Sequence[TargetFile],
-        staging: Path,
-        *,
-        max_memory: int,
-        threads: int,
-        checksum: str,
-        allow_overflow: bool,
-    ) -> None:
-        lay_out(outputs, staging, staging / "journal")
-        self.casts, self.grids, self.outputs, self.staging = casts, grids, outputs, staging
-        self.max_memory, self.threads, self.checksum = max_memory, threads, checksum
-        self.mover = Mover(
-            OpenFiles(sources, os.O_RDONLY),
-            # Not for reading: an NFS client would read whole pages in and write them back, over
-            # bytes that another node has written there since.
-            OpenFiles([str(staging / o.path) for o in outputs], os.O_WRONLY),
-            casts,
-            grids,
-            summing=checksum == "crc32",
-            in_kernel=False,
-            allow_overflow=allow_overflow,
-        )
-        self.ranges: list[list[Range]] = [[] for _ in outputs]  # that were written into each file
+    def __init__(self, transfer: Transfer, data: Path, how: CopySettings) -> None:
+        lay_out(transfer.outputs, data, data / "journal")
+        super().__init__(transfer, data, how)
+        # that were written into each file
+        self.ranges: list[list[Range]] = [[] for _ in transfer.outputs]
 
     def do(self, copies: np.ndarray, tick: Tick) -> None:
         """Does some of the plan's copies: all that one tensor of the sources needs, of each."""
-        work = Work.of(copies, self.casts, self.grids)
+        work = Work.of(structs.replace(self.transfer.joined, copies=copies))
         written: list[Range] = []
 
         def move(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
             written.extend(self.mover.move(work, slab, memory, check))
 
-        def targets(slab: int) -> frozenset[int]:
-            return frozenset(work.cluster(slab)["dst_file"].tolist())
-
-        sources = self.mover.sources.paths
-        threads = self.threads or most_threads(work, sources, Ranks().cores, self.max_memory)
-        pool = ThreadPool(threads, self.max_memory)
-        pool.each(range(len(work.slabs)), move, targets=targets, tick=tick)
+        most = self.how.max_memory
+        threads = self.how.threads or most_threads(work, self.transfer, Ranks().cores, most)
+        with naming(self.transfer.joined):
+            pool = ThreadPool(threads, most)
+            pool.each(range(len(work.slabs)), move, targets=work.targets, tick=tick)
         for range_ in merged(written):
             self.ranges[range_[0]].append(range_)
 
@@ -190,32 +163,18 @@ class Batches:
         """Syncs the files that were written."""
         for file, ranges in enumerate(self.ranges):
             if ranges:
-                self.mover.targets.sync(file, os.fdatasync)
+                self.targets.sync(file, os.fdatasync)
 
     def end(self, tick: Tick, files: Iterable[int] | None = None) -> list[str]:
         """Completes the files, or some of them, and returns the checksum of each."""
-        sums = [""] * len(self.outputs)
-        self.mover.targets.close()  # opened anew, for reading too
-        targets = OpenFiles(self.mover.targets.paths, os.O_RDWR)
-        self.mover = replace(self.mover, targets=targets)
+        sums = [""] * len(self.ranges)
+        self.reopen()
 
-        def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
-            sums[file] = finished(
-                targets,
-                file,
-                self.outputs[file],
-                merged(self.ranges[file]),
-                self.checksum,
-                memory,
-                check,
-            )
+        def end_file(file: int, memory: memoryview, check: Callable[[], None]) -> None:
+            sums[file] = self.finish(file, merged(self.ranges[file]), memory, check)
 
-        pool = ThreadPool(self.threads or Ranks().cores, self.max_memory)
+        pool = ThreadPool(self.how.threads or Ranks().cores, self.how.max_memory)
         chosen = range(len(sums)) if files is None else files
-        pool.each(chosen, finish, targets=lambda file: frozenset([file]), tick=tick)
-        sync_directories(self.outputs, self.staging)
+        pool.each(chosen, end_file, targets=lambda file: frozenset([file]), tick=tick)
+        sync_directories(self.transfer.outputs, self.data)
         return sums
-
-    def close(self) -> None:
-        """Closes all files."""
-        self.mover.close()

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.execute.clusters import SAME, SECTOR
-from mckpt.geometry.join import COPY, UNSCALED, Cast
+from mckpt.geometry.join import COPY, UNSCALED, Cast, Joined
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import ALONE, ENCODINGS, SCALES, WRITTEN, Grid
 
@@ -62,17 +62,17 @@ class Work(NamedTuple):
     slabs: np.ndarray
 
     @classmethod
-    def of(cls, copies: np.ndarray, casts: Sequence[Cast], grids: np.ndarray | None = None) -> Work:
-        """Cuts join.COPY records, which may come in any order."""
+    def of(cls, joined: Joined) -> Work:
+        """Cuts the copies, which may come in any order."""
+        copies, casts = joined.copies, joined.casts
         codes = np.array([c.target in WRITTEN for c in casts], bool)
         quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
         if not quantises.any():
             w, starts = _clustered(_normal(copies, casts))
             return cls(w, np.append(starts, np.int32(len(w))), _numbered(_slabs(w, starts)))
-        assert grids is not None, "weights are quantised, and no grids were given"
         w, starts = _clustered(_normal(copies[~quantises], casts))
         slabs = _slabs(w, starts)
-        banded, bands, more = _quantised(copies[quantises], casts, grids)
+        banded, bands, more = _quantised(copies[quantises], casts, joined.grids)
         more["cluster"] += len(starts)
         bounds = np.concatenate([starts, bands + len(w), [len(w) + len(banded)]]).astype("i4")
         return cls(np.concatenate([w, banded]), bounds, _numbered(np.concatenate([slabs, more])))
@@ -84,6 +84,10 @@ class Work(NamedTuple):
     def cluster(self, slab: int) -> np.ndarray:
         """Returns the copies of a slab's cluster."""
         return self.records(self.slabs["cluster"][slab])
+
+    def targets(self, slab: int) -> frozenset[int]:
+        """Returns the files that a slab writes."""
+        return frozenset(self.cluster(slab)["dst_file"].tolist())
 
     def records(self, cluster: int) -> np.ndarray:
         """Returns the copies of a cluster."""

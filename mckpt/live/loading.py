@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +31,7 @@ from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_misfit
 from mckpt.errors import UsageError, counted, shown
 from mckpt.execute.files import OpenFiles
-from mckpt.execute.mover import Overflow
+from mckpt.execute.mover import naming
 from mckpt.execute.piecewise import MEMORY, read, within
 from mckpt.execute.threads import ThreadPool
 from mckpt.formats import places
@@ -530,18 +530,14 @@ def _fill(
             width = itemsize(joined.casts[int(copies["cast"][0])].target)
             copies = within(copies, width, window.start, window.end)
         out = staged.numpy().data
-        read(copies, joined.casts, joined.grids, files, window.start, out, buffer)
+        read(structs.replace(joined, copies=copies), files, window.start, out, buffer)
         full = time.perf_counter()
         held.send(window)
         held.read += full - free
         held.waited += free - started + time.perf_counter() - full
 
-    try:
+    with closing(files), naming(joined):
         ThreadPool(count, count * MEMORY).each(range(len(windows)), work)
-    except Overflow as e:
-        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
-    finally:
-        files.close()
     found = list(staging.values())
     for held in found:
         held.end()

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -23,13 +23,12 @@ from mckpt.adapters import merging
 from mckpt.adapters.checkpoint import AdapterCheckpoint
 from mckpt.adapters.forms import form_peft, peft_form
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.moving import RunSettings, manifest_of
+from mckpt.conversion.moving import RunSettings
 from mckpt.conversion.planning import Plan, make_plan
-from mckpt.conversion.run import publish
+from mckpt.conversion.run import Once
 from mckpt.errors import UsageError
 from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
-from mckpt.execute.mover import Overflow
 from mckpt.execute.piecewise import Batches
 from mckpt.live.adapters import chosen, without_values
 from mckpt.live.memory import Memory
@@ -40,7 +39,6 @@ from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.options import TargetOptions
 from mckpt.storage import sparse_copy
-from mckpt.storage.staging import REPLACED, discard
 
 
 def save(
@@ -238,33 +236,24 @@ def _write(plan: Plan, how: RunSettings, copy: BinaryIO, group: Any) -> dict[str
     """
     rank, _ = rank_and_world()
     try:
+        write = partial(_moved, plan, how, group)
+        publisher: Once | None = None
         with ExitStack() as stack:
 
-            def begin() -> str:
-                if rank:
-                    return ""
-                key, state = plan.key(how.checksum, "live"), str(plan.state())
-                folder = stack.enter_context(plan.destination.staging(key, state, resume=False))
-                lay_out(plan.outputs, folder / "data", folder / "data" / "journal")
-                return str(folder)
+            def begin() -> Path:
+                nonlocal publisher
+                publisher = Once(plan, how, "live", write)
+                stack.enter_context(publisher.begun())
+                data = publisher.folder / "data"
+                lay_out(plan.outputs, data, data / "journal")
+                return data
 
-            staging = Path(gathered(begin, group)[0])
-            try:
-                sums = _moved(plan, how, staging / "data", group)
+            def end() -> dict[str, Any]:
+                assert publisher is not None
+                return publisher.finish([], sums)
 
-                def end() -> dict[str, Any]:
-                    if rank:
-                        return {}
-                    manifest = manifest_of(plan, plan.state(), [], sums)
-                    publish(plan.destination, staging, plan.side, manifest)
-                    return manifest
-
-                return gathered(end, group)[0]
-            except BaseException:
-                # no later save can continue this one; but what a killed one replaced is the user's
-                if not rank and not (staging / REPLACED).exists():
-                    discard(staging)
-                raise
+            sums = write(gathered(begin if rank == 0 else Path, group)[0])
+            return gathered(end if rank == 0 else dict, group)[0]
     finally:
         copy.close()
         release(plan.source)
@@ -274,43 +263,28 @@ def _write(plan: Plan, how: RunSettings, copy: BinaryIO, group: Any) -> dict[str
             dist.destroy_process_group(group)
 
 
-def _moved(plan: Plan, how: RunSettings, data: Path, group: Any) -> list[str]:
+def _moved(plan: Plan, how: RunSettings, group: Any, data: Path) -> list[str]:
     """Writes this rank's elements into the files of the plan, and completes every `world`-th file.
     Returns the checksums of all files.
     """
     rank, world = rank_and_world()
-    joined, ranks = plan.joined, ranks_of(plan.source)
-    paths = list(map(str, plan.source.layout.files))
+    copies, ranks = plan.joined.copies, ranks_of(plan.source)
     # rank 0 copies the tensors that are carried from files
-    holders = [ranks.rank_of(file) if file < len(ranks.files) else 0 for file in range(len(paths))]
-    mine = np.array(holders, "i4")[joined.copies["src_file"]] == rank
-    batches = Batches(
-        joined.casts,
-        joined.grids,
-        paths,
-        plan.outputs,
-        data,
-        max_memory=how.max_memory,
-        threads=how.threads,
-        checksum=how.checksum,
-        allow_overflow=how.allow_overflow,
-    )
+    numbers = range(len(plan.transfer.sources))
+    holders = [ranks.rank_of(file) if file < len(ranks.files) else 0 for file in numbers]
+    mine = np.array(holders, "i4")[copies["src_file"]] == rank
+    batches = Batches(plan.transfer, data, how.copying())
 
     def move() -> list[list[Range]]:
-        try:
-            batches.do(joined.copies[mine], lambda: None)
-        except Overflow as e:
-            raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
+        batches.do(copies[mine], lambda: None)
         batches.sync()
         return batches.ranges
 
-    try:
+    with closing(batches):
         written = gathered(move, group)
         batches.ranges = [
             [r for ranges in of_file for r in ranges] for of_file in zip(*written, strict=True)
         ]
         files = range(rank, len(plan.outputs), world)
         sums = gathered(lambda: batches.end(lambda: None, files), group)
-    finally:
-        batches.close()
     return [sums[file % world][file] for file in range(len(plan.outputs))]

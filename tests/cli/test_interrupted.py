@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 
-from mckpt.conversion import moving
 from mckpt.conversion import run as run_module
 from mckpt.storage.staging import unfinished
 from tests.helpers.commands import TRACKER, command_line, good, mckpt, refused, tree
@@ -147,7 +146,7 @@ def test_a_run_killed_at_any_point_is_completed(tmp_path, src, trained, kind, mo
         published = name == "rmtree" or (name, count) == ("replace", 2)
         if published:
             assert unfinished(dst) is None, (name, count)
-            monkeypatch.setattr(moving, "execute", None)  # nothing is copied again
+            monkeypatch.setattr(run_module, "execute", None)  # nothing is copied again
         if not more and not published:
             assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (
                 name,
@@ -303,7 +302,7 @@ def test_a_staging_directory_that_cannot_be_renamed_is_removed_by_the_same_comma
     assert "interrupted" not in good("inspect", dst).out and unfinished(dst) is None
     monkeypatch.undo()
     with monkeypatch.context() as patch:
-        patch.setattr(moving, "execute", None)
+        patch.setattr(run_module, "execute", None)
         good(*args, *more)
     assert not list(dst.glob(".mckpt-*"))
     assert "is done already" in good(*args).out

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt.conversion import to_store
 from mckpt.execute.engine import execute
+from mckpt.execute.transfer import CopySettings
 from mckpt.formats.hf import lay_out, unquantised
 from mckpt.formats.hf_encodings import quantisation_config
 from mckpt.geometry.parallel import Parallel
@@ -262,12 +262,11 @@ def test_groups_of_files_are_written_apart(tmp_path: Path) -> None:
     options: dict[str, Any] = {"format": "hf", "quantize": "nvfp4", "max_shard_size": 9_000}
     plan = mckpt.plan(tmp_path / "ckpt", tmp_path / "small", **options)
     found: Arrays = {}
-    made = to_store.groups(plan.outputs, plan.joined, None, 1)
+    made = plan.transfer.groups(None, 1)
     assert 5 < len(made) < len(plan.outputs)
     for i, group in enumerate(made):
-        outputs, copies, grids = to_store.part(plan.outputs, plan.joined, group)
-        sources, folder = plan.source.layout.files, tmp_path / str(i)
-        execute(copies, plan.joined.casts, sources, outputs, folder, threads=2, grids=grids)
+        folder = tmp_path / str(i)
+        execute(plan.transfer.part(group), folder, CopySettings(threads=2))
         found |= arrays_of(folder)
     equal(found, nvfp4(held))
 

@@ -76,7 +76,7 @@ def test_a_setting_or_family_that_the_config_denies_is_refused(made, tmp_path):
 def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch, what):
     """Also if its size and its mtime stay. If only its times change, its content is compared."""
     import mckpt as package
-    from mckpt.conversion import moving as execute
+    from mckpt.conversion import run as execute
 
     src = tmp_path / "src"
     shutil.copytree(made["one"], src)

@@ -22,13 +22,15 @@ from mckpt import errors
 from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, piecewise, ray_tasks, units
 from mckpt.execute.engine import execute
-from mckpt.geometry.join import COPY, Cast
+from mckpt.execute.transfer import CopySettings, Transfer
+from mckpt.geometry.join import COPY, Cast, Joined
 from mckpt.progress import Progress
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
 SAME = [("bfloat16", "bfloat16")]
 RNG = np.random.default_rng(7)
+NO_GRIDS = np.zeros((0, 9), "i8")
 
 
 def copy(rows, run, src, dst, *, tensor=0, cast=0):
@@ -83,7 +85,14 @@ def nothing(crc_of):
     return []
 
 
-def run(tmp, plan, casts, data, sizes, fixed=nothing, **options):
+def transfer(plan, casts, sources=(), outputs=()):
+    """Returns the copies of a plan whose tensors have their number as a name."""
+    names = tuple(f"tensor {number}" for number in range(10))
+    joined = Joined(plan, tuple(Cast(*cast) for cast in casts), NO_GRIDS, names, 1, 1)
+    return Transfer(joined, [Path(source) for source in sources], outputs)
+
+
+def run(tmp, plan, casts, data, sizes, fixed=nothing, progress=None, cluster=None, **options):
     """Executes into tmp/staging; returns (bytes of the targets, checksums)."""
     sources = []
     for i, d in enumerate(data):
@@ -91,7 +100,8 @@ def run(tmp, plan, casts, data, sizes, fixed=nothing, **options):
         Path(sources[-1]).write_bytes(d.tobytes())
     staging = tmp / "staging"
     outputs = [TargetFile(f"deep/{i % 2}/file{i}", size, fixed) for i, size in enumerate(sizes)]
-    sums = execute(plan, casts, sources, outputs, staging, **options)
+    moved, how = transfer(plan, casts, sources, outputs), CopySettings(**options)
+    sums = execute(moved, staging, how, cluster=cluster, progress=progress)
     assert not (staging / "done").exists()
     return [(staging / o.path).read_bytes() for o in outputs], sums
 
@@ -326,7 +336,7 @@ def test_many_copies_are_cut_fast():
     )
     tracemalloc.start()
     began = time.process_time()
-    work = units.Work.of(plan, [Cast(*cast) for cast in SAME])
+    work = units.Work.of(transfer(plan, SAME).joined)
     took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(work.bounds) - 1 == num // 4 and int(work.slabs["bytes"].sum()) == num << 20
@@ -378,20 +388,17 @@ def test_a_truncated_source_is_an_error_with_the_place(tmp_path):
 def test_a_missing_source_is_an_error_with_its_name(tmp_path):
     outputs = [TargetFile("a", 10, nothing)]
     with pytest.raises(StorageError, match=r"cannot open .*absent"):
-        execute(
-            copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2))),
-            SAME,
-            [str(tmp_path / "absent")],
-            outputs,
-            tmp_path / "staging",
-        )
+        plan = copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2)))
+        missing = transfer(plan, SAME, [tmp_path / "absent"], outputs)
+        execute(missing, tmp_path / "staging", CopySettings())
 
 
 def test_an_output_larger_than_the_free_space_is_refused(tmp_path):
     with pytest.raises(
         StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"
     ):
-        execute(copies(), SAME, [], [TargetFile("a", 1 << 60, nothing)], tmp_path / "staging")
+        large = transfer(copies(), SAME, outputs=[TargetFile("a", 1 << 60, nothing)])
+        execute(large, tmp_path / "staging", CopySettings())
     assert list((tmp_path / "staging").iterdir()) == []
 
 
@@ -408,7 +415,9 @@ CHILD = textwrap.dedent("""
     from pathlib import Path
     import numpy as np
     from mckpt.execute import engine as ex, units
-    from mckpt.geometry.join import COPY
+    from mckpt.execute.transfer import CopySettings, Transfer
+    from mckpt.geometry.join import COPY, Cast, Joined
+    from mckpt.storage.files import TargetFile
 
     folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
     delay, budget = float(sys.argv[3]), int(sys.argv[4])
@@ -423,7 +432,9 @@ CHILD = textwrap.dedent("""
         units.UNIT = units.SLAB = 1 << 20
         real = os.pwrite
         os.pwrite = lambda fd, view, at: (time.sleep(delay), real(fd, view, at))[1]
-    outputs = [ex.TargetFile(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]
+    outputs = [TargetFile(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]
+    casts = Cast("bfloat16", "bfloat16"), Cast("float32", "bfloat16")
+    joined = Joined(np.array(plan, COPY), casts, np.zeros((0, 9), "i8"), ("a", "b", "c"), 1, 1)
     import ml_dtypes, threading
 
     def peak():
@@ -434,10 +445,8 @@ CHILD = textwrap.dedent("""
     idle = peak()
     print("ready", flush=True)
     try:
-        ex.execute(
-            np.array(plan, COPY), [("bfloat16",) * 2, ("float32", "bfloat16")],
-            [str(folder / "source")], outputs, folder / "staging", max_memory=budget, threads=2,
-        )
+        moved = Transfer(joined, [folder / "source"], outputs)
+        ex.execute(moved, folder / "staging", CopySettings(budget, 2))
     except KeyboardInterrupt:
         sys.exit(130)
     print(peak() - idle)
@@ -564,6 +573,6 @@ def test_columns_are_read_into_memory(tmp_path: Path, wide: int, kind: tuple[str
         whole[at : at + run * width] = values[row].view("u1")
     for start, end in ((0, len(whole)), (0, 50), (64, 64 + pitch), (777, 2222), (1234, len(whole))):
         out = np.full(end - start, 7, "u1")
-        grids = np.zeros((0, 9), "i8")
-        piecewise.read(copies, (Cast(*kind),), grids, [str(source)], start, memoryview(out))
+        joined = transfer(copies, [kind]).joined
+        piecewise.read(joined, [str(source)], start, memoryview(out))
         assert np.array_equal(out, whole[start:end]), (start, end)

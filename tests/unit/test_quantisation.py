@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mckpt.checkpoint.logical import Reader
 from mckpt.errors import SourceError
 from mckpt.execute.engine import execute
+from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.geometry.box import Box, Layout, Move, Piece, Scales, Stored, by_rows
 from mckpt.geometry.join import join
 from mckpt.storage.files import TargetFile
@@ -253,15 +254,8 @@ def moved(source: Made, folder: Path, how: str, dtype: str, **options: Any) -> R
     layout, ends = target(source.layout.shapes, how, dtype)
     joined = join(source.layout, layout)
     outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
-    execute(
-        joined.copies,
-        joined.casts,
-        source.layout.files,
-        outputs,
-        folder,
-        grids=joined.grids,
-        **options,
-    )
+    moves = Transfer(joined, list(map(Path, source.layout.files)), outputs)
+    execute(moves, folder, CopySettings(**options))
     return Reader(Layout([str(folder / f) for f in layout.files], layout.stored, layout.shapes))
 
 

@@ -13,6 +13,7 @@ import pytest
 from mckpt.errors import StorageError
 from mckpt.execute import units
 from mckpt.execute.engine import execute
+from mckpt.execute.transfer import CopySettings
 from mckpt.storage.files import TargetFile
 from tests.unit.test_execute import (
     RNG,
@@ -25,6 +26,7 @@ from tests.unit.test_execute import (
     random_bytes,
     reference,
     run,
+    transfer,
 )
 
 
@@ -150,7 +152,8 @@ def test_a_killed_run_is_completed(tmp_path, how, monkeypatch):
         os, "pwrite", lambda fd, view, at: written.append(len(view)) or real(fd, view, at)
     )
     outputs = [TargetFile(f"f{i}", size, nothing) for i, size in enumerate(sizes)]
-    sums = execute(copies(*plan), casts, [str(tmp_path / "source")], outputs, tmp_path / "staging")
+    moved = transfer(copies(*plan), casts, [tmp_path / "source"], outputs)
+    sums = execute(moved, tmp_path / "staging", CopySettings())
     assert sum(written) <= sum(sizes) - len(before) * (1 << 19)
     want = reference(copies(*plan), casts, [data], sizes)
     assert [
