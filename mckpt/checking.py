@@ -86,7 +86,7 @@ class Scanned:
     checked: int = 0  # checksums that were compared
 
 
-class _File:
+class _CheckedFile:
     """One file: its tensors by place, and where the ranges of its checksums begin and end."""
 
     def __init__(self, path: str, size: int, stated: str, spans: Sequence[Span]) -> None:
@@ -131,7 +131,7 @@ def scan(
     for span in spans:
         by_file.setdefault(span.path, []).append(span)
     scanned = [
-        _File(path, os.path.getsize(path), files.get(path, ""), of_file)
+        _CheckedFile(path, os.path.getsize(path), files.get(path, ""), of_file)
         for path, of_file in by_file.items()
     ]
     slabs = [(number, at) for number, f in enumerate(scanned) for at in range(0, f.size, SLAB)]
@@ -209,7 +209,7 @@ def _joined(a: NonFinite, b: NonFinite) -> NonFinite:
     return NonFinite(a.span, a.nans + b.nans, a.infinities + b.infinities, min(a.first, b.first))
 
 
-def _compare(file: _File) -> tuple[int, list[str]]:
+def _compare(file: _CheckedFile) -> tuple[int, list[str]]:
     """Compares the checksums of a file that was read, and of its records, with those stated.
     Returns the number of checksums, and a sentence for each that does not fit.
     """

@@ -22,7 +22,7 @@ else:
     numpy = _Numpy()
 
 
-class _Pattern:
+class _LazyPattern:
     def __init__(self, text: str, flags: int) -> None:
         self.pattern, self.flags = text, flags
 
@@ -34,7 +34,7 @@ class _Pattern:
 
 def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
     """Returns a regular expression that is compiled when one of its methods is first used."""
-    found: Any = _Pattern(text, flags)
+    found: Any = _LazyPattern(text, flags)
     return found
 
 

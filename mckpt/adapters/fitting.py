@@ -22,7 +22,7 @@ from mckpt.values.adding import COLUMN_WISE, FACTORS, NO_AXIS, ROW_WISE, Factor,
 Place = tuple[str, int, int]  # of a logical tensor: template, layer, expert
 
 
-class Part(NamedTuple):
+class FactorProduct(NamedTuple):
     """The product that an adapter adds to a box of a logical tensor: scale * left @ right.
 
     left [rows of the box, rank] and right [rank, columns of the box] are in the adapter's files.
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     segments: tuple[Segment, ...] = ()  # of the box in the base's files, if it has magnitudes
 
 
-class Adapted(NamedTuple):
+class AdaptedModule(NamedTuple):
     """The weights of one module, or of one parameter of all experts, that an adapter changes."""
 
     module: str
@@ -50,9 +50,9 @@ class Adapted(NamedTuple):
 class Fit(NamedTuple):
     """An adapter beside the names of its base."""
 
-    parts: Mapping[Place, Sequence[Part]]
+    parts: Mapping[Place, Sequence[FactorProduct]]
     whole: Mapping[Place, tuple[Box, int]]  # what replaces a tensor: its box, and the stored row
-    adapted: Sequence[Adapted]
+    adapted: Sequence[AdaptedModule]
     notes: Sequence[str] = ()  # on choices that the files do not settle
 
     @property
@@ -75,19 +75,19 @@ def fit(adapter: PeftAdapter, names: Names, *, look: bool = True) -> Fit:
     return fitted
 
 
-class _Stored(NamedTuple):
+class _BaseTensor(NamedTuple):
     """A tensor of the base: the rule that names it, and the number of its key in that rule."""
 
     bound: Bound
     number: int
 
 
-def _by_key(names: Names) -> dict[str, list[_Stored]]:
+def _by_key(names: Names) -> dict[str, list[_BaseTensor]]:
     """Returns the tensors with each key: several if the key does not name the expert."""
-    found: dict[str, list[_Stored]] = {}
+    found: dict[str, list[_BaseTensor]] = {}
     for b in names.bound:
         for number, key in enumerate(b.keys() if not b.rule.alias else ()):
-            found.setdefault(key, []).append(_Stored(b, number))
+            found.setdefault(key, []).append(_BaseTensor(b, number))
     return found
 
 
@@ -113,10 +113,10 @@ class _Fitting:
         }
         self.problems: list[str] = []
         self.ranks: list[str] = []  # modules whose factors have another rank than stated
-        self.parts: dict[Place, list[Part]] = {}
+        self.parts: dict[Place, list[FactorProduct]] = {}
         self.whole: dict[Place, tuple[Box, int]] = {}
-        self.adapted: list[Adapted] = []
-        self.experts: list[_Experts] = []
+        self.adapted: list[AdaptedModule] = []
+        self.experts: list[_ExpertFactors] = []
 
     def fit(self) -> Fit:
         self._targets().refuse_others()
@@ -219,7 +219,9 @@ class _Fitting:
             if sides in ((into, out), (out, into)):
                 turned = None if into == out else sides == (out, into)
                 # PEFT matches patterns of ranks against the path of the parameter
-                self.experts.append(_Experts(f"{module}.{name}", keys, rank, a, b, experts, turned))
+                self.experts.append(
+                    _ExpertFactors(f"{module}.{name}", keys, rank, a, b, experts, turned)
+                )
                 return
         known = nearest(module, {key.removesuffix(".weight") for key in self.base})
         raise _Misfit(f"{first}: the base has no weight {key}{known}")
@@ -374,7 +376,7 @@ class _Fitting:
                 stored = self.base[key]
                 one = stored[number if len(stored) > 1 else 0]
                 whole = packed(one.bound.rule, self.scope)
-                whole_part = Part(
+                whole_part = FactorProduct(
                     Box((0, 0), whole.shape),
                     rank,
                     scale,
@@ -385,9 +387,9 @@ class _Fitting:
                 )
                 self._place(one, whole, whole_part)
                 above += whole.shape[0]
-        self.adapted.append(Adapted(module, tuple(keys), rank, scale))
+        self.adapted.append(AdaptedModule(module, tuple(keys), rank, scale))
 
-    def _place(self, stored: _Stored, whole: Packed, product: Part) -> None:
+    def _place(self, stored: _BaseTensor, whole: Packed, product: FactorProduct) -> None:
         """Adds the product for one matrix of the base to each logical tensor in it."""
         rule = stored.bound.rule
         layers, experts = stored.bound.instances()
@@ -469,7 +471,7 @@ def _every(factor: Factor, first: int, step: int) -> Factor:
     return _moved(factor, first)._replace(down=factor.down * step)
 
 
-class _Experts(NamedTuple):
+class _ExpertFactors(NamedTuple):
     """The factors of a parameter of all experts."""
 
     name: str  # the path of the parameter

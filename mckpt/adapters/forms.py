@@ -25,7 +25,7 @@ from mckpt.adapters.peft import (
     open_adapter,
     rules,
 )
-from mckpt.adapters.peft_writing import PEFT, Adapted, config, lay_out
+from mckpt.adapters.peft_writing import PEFT, AdaptedWeight, config, lay_out
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
@@ -34,7 +34,7 @@ from mckpt.conversion.plan_data import Form
 from mckpt.conversion.planning import form_of_weights, make_plan
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import At
-from mckpt.conversion.to_megatron import Beside, decide, name_of_iteration, side_of
+from mckpt.conversion.to_megatron import AdaptersBeside, decide, name_of_iteration, side_of
 from mckpt.errors import SourceError, UsageError, shown
 from mckpt.formats import carried, places
 from mckpt.formats.base import Format, Names
@@ -153,7 +153,7 @@ def form_adapters(
         groups, scalers = _optimizer_entries(source, names, decided)
         distributed = source.optimizer.distributed
         request = structs.replace(request, distributed=distributed, groups=groups, scalers=scalers)
-        look = source.opened.format.readable and not destination.helps
+        look = source.opened.format.readable and destination.rank0
         facts["optimizer"] = optimizer.facts(source, look)
         facts["left_behind"] = optimizer.left_behind(source, True)
     remarks = chosen.notes
@@ -207,7 +207,7 @@ class _Held:
         return carried.joined(base, self.held)
 
 
-def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Beside:
+def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> AdaptersBeside:
     """Returns the factors of `source` as adapters beside the weights of a new checkpoint.
 
     how: None: fused, or canonical if only that can hold the factors.
@@ -238,7 +238,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Besi
         has_args=False,
         notes=[*decided.notes, *chosen.notes, *source.remarks],
     )
-    return Beside(known, placed, _run_config(decided, names, how, source.scale), facts)
+    return AdaptersBeside(known, placed, _run_config(decided, names, how, source.scale), facts)
 
 
 def _optimizer_entries(
@@ -415,7 +415,7 @@ def peft_form(source: AdapterCheckpoint) -> PeftForm:
 
 
 def _without_equal(
-    source: AdapterCheckpoint, adapted: Sequence[Adapted], places: Mapping[Place, int]
+    source: AdapterCheckpoint, adapted: Sequence[AdaptedWeight], places: Mapping[Place, int]
 ) -> Layout:
     """Returns the factors of `source` but those A that equal the one that their module of PEFT has.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mckpt.adapters.fitting import Fit, Part, Place, fit
+from mckpt.adapters.fitting import FactorProduct, Fit, Place, fit
 from mckpt.adapters.peft import PeftAdapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError, UsageError
@@ -196,7 +196,7 @@ def _beyond(piece: Piece, boxes: Sequence[Box]) -> list[Piece]:
     return [] if found is None else [found]
 
 
-def _product(s: Stored, row: int, piece: Piece, part: Part, first: int) -> Product:
+def _product(s: Stored, row: int, piece: Piece, part: FactorProduct, first: int) -> Product:
     """Returns the product that is added to a piece of one stored tensor."""
     skipped = [a - b for a, b in zip(piece.box.offset, part.box.offset, strict=True)]
     left, right = (f._replace(file=f.file + first) for f in (part.left, part.right))
@@ -247,7 +247,7 @@ def _placed(stored: Iterable[Stored]) -> Iterator[tuple[Place, Stored, int, Piec
                 yield (piece.tensor, layer, expert), s, row, piece
 
 
-def _segment(s: Stored, row: int, piece: Piece, part: Part) -> Segment:
+def _segment(s: Stored, row: int, piece: Piece, part: FactorProduct) -> Segment:
     """Returns a piece of one stored tensor as a segment of a product's box."""
     skipped = [a - b for a, b in zip(piece.box.offset, part.box.offset, strict=True)]
     at, shape = int(s.at[row]) + piece.start * itemsize(s.stored_as), piece.box.shape

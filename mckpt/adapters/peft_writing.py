@@ -25,7 +25,7 @@ from mckpt.values.dtypes import itemsize
 STEM, ONE_FILE = ADAPTER[1].partition(".")[0], 1 << 62
 
 
-class Adapted(NamedTuple):
+class AdaptedWeight(NamedTuple):
     """A stored weight of the base with factors: a matrix, or those of all experts of a layer."""
 
     key: str
@@ -44,7 +44,7 @@ class Written(NamedTuple):
 
     layout: Layout
     outputs: list[TargetFile]
-    adapted: list[Adapted]
+    adapted: list[AdaptedWeight]
 
 
 def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = False) -> Written:
@@ -79,7 +79,7 @@ def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = F
     return Written(Layout(places.names, stored, {}), places.outputs, adapted)
 
 
-def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[Adapted]:
+def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[AdaptedWeight]:
     """Yields the stored weights of the base that have factors."""
     scope, version = names.scope(), rules()["peft"]["version"]
     for b in names.bound:
@@ -93,10 +93,10 @@ def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[Adapted]:
             if there and len(whole.shape) == 2:
                 rank = ranks[there[0], layer, of[0]]
                 turned = count > 1 and bool(turned_by_version(version, names.mapping.name))
-                yield Adapted(keys[at], b, whole, layer, of, there, rank, count > 1, turned)
+                yield AdaptedWeight(keys[at], b, whole, layer, of, there, rank, count > 1, turned)
 
 
-def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
+def _rows(one: AdaptedWeight, keys: set[str], dtype: str) -> list[Row]:
     """Returns the two factors and the magnitudes of a weight in a file of PEFT.
 
     keys: of all weights with factors. The adapter of a parameter of all experts wraps those of the
@@ -119,7 +119,7 @@ def _rows(one: Adapted, keys: set[str], dtype: str) -> list[Row]:
     return [Row(f"{known['prefix']}{module}.{end}", dtype, shape) for end, shape in shapes.items()]
 
 
-def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+def _factor(one: AdaptedWeight, side: str, count: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Returns the shape and the pieces of a factor of one matrix.
 
     count: of the experts whose factors B take turns in its columns.
@@ -166,7 +166,7 @@ def _factor(one: Adapted, side: str, count: int) -> tuple[tuple[int, ...], tuple
 
 
 def config(
-    adapted: Iterable[Adapted],
+    adapted: Iterable[AdaptedWeight],
     names: Names,
     scale_of: Callable[[str], float],
     dora: bool,

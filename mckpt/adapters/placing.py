@@ -20,7 +20,7 @@ from mckpt.mapping.schema import MAGNITUDE
 EQUAL = "equals the factor A of another weight of its linear, of which Megatron has one"
 
 
-class Chosen(NamedTuple):
+class Placement(NamedTuple):
     """How the factors of an adapter lie in a new checkpoint."""
 
     how: str  # as AdapterOptions has it
@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
 
 def choose(
     source: AdapterCheckpoint, decided: Decided, how: str | None, whole: bool = False
-) -> Chosen:
+) -> Placement:
     """Returns how the factors of an adapter lie in a new checkpoint.
 
     how: None: fused, or canonical if weights of one linear have different factors A
@@ -87,7 +87,7 @@ def choose(
             f"the rank {rank} is not divisible by tp {names.parallel.tp}: Megatron-Bridge cuts the"
             " factor A of most linears along the rank; choose a tp that divides it"
         )
-    return Chosen(how, names, members, equal, notes)
+    return Placement(how, names, members, equal, notes)
 
 
 def _names_of(source: AdapterCheckpoint, decided: Decided, how: str, whole: bool) -> AdapterNames:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Merging(Protocol):
+class Addition(Protocol):
     """Something that is added to the weights of a checkpoint while they are read: an adapter."""
 
     @property
@@ -59,7 +59,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     model: ModelDescription
     borrows: bool = False  # takes tensors from the directory of --like; see `borrowing`
     has_states: bool = False  # the optimizer's states are among its tensors
-    merging: Merging | None = None  # the adapter that is merged into its weights
+    merging: Addition | None = None  # the adapter that is merged into its weights
     allow_overflow: bool = False  # values that scales make infinite are read as they are
 
     @classmethod

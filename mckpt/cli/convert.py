@@ -300,9 +300,9 @@ def _print_plan(
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     from mckpt.conversion import planning
 
-    # helps: print the plan even if `dst` is occupied; the check below raises that error
+    # rank0=False: print the plan even if `dst` is occupied; the check below raises that error
     planned = planning.make_plan(
-        source, dst, target, form_of, helps=True, **PlaceOptions.of(options).values()
+        source, dst, target, form_of, rank0=False, **PlaceOptions.of(options).values()
     )
     as_json = options["as_json"]
     print_note = functools.partial(terminal.print_note, as_json=as_json)
@@ -342,7 +342,7 @@ def _write(
         source,
         dst,
         target,
-        helps=ranks.rank > 0,
+        rank0=ranks.rank == 0,
         on_note=print_note,
         form_of=form_of,
         **PlaceOptions.of(options).values(),

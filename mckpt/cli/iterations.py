@@ -158,7 +158,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
             if options["iteration"] is not None:
                 raise UsageError("--iteration and --iterations or --watch: give one of them")
             _refuse_ranks(options["workers"])
-            job = _Run(convert, src, _Place(dst, to_hf), options, keep)
+            job = _IterationsRun(convert, src, _OutputPattern(dst, to_hf), options, keep)
             if keep is not None and dst is None:
                 raise UsageError("--keep removes output below DST; give DST")
             if not watch:
@@ -227,7 +227,7 @@ def chosen(text: str, there: list[int]) -> list[int]:
     return sorted(out)
 
 
-class _Place:
+class _OutputPattern:
     """Where the output of each iteration goes: the pattern DST."""
 
     def __init__(self, dst: Path | None, to_hf: bool) -> None:
@@ -268,12 +268,12 @@ class _Place:
 # ------------------------------------------------------------------------------------------ the run
 
 
-class _Run(Struct):
+class _IterationsRun(Struct):
     """One command over many iterations."""
 
     convert: Convert
     src: Path
-    place: _Place
+    place: _OutputPattern
     options: dict[str, Any]
     keep: int | None
     outcomes: dict[int, Outcome] = {}

@@ -85,7 +85,7 @@ _MEANT = {
 # --------------------------------------------------------------------------------- sections of help
 
 
-class _Option(click.Option):
+class _ClickOption(click.Option):
     """An option that the help lists under the title `section`."""
 
     def __init__(self, *args: Any, section: str, **attributes: Any) -> None:
@@ -151,7 +151,7 @@ command = functools.partial(click.command, cls=_Command)
 
 def in_section(title: str) -> Callable[..., Decorator]:
     """Returns `click.option` for options that the help lists under `title`."""
-    return functools.partial(click.option, cls=_Option, section=title)
+    return functools.partial(click.option, cls=_ClickOption, section=title)
 
 
 def from_table(

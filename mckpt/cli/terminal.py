@@ -94,10 +94,10 @@ def showing(what: str, as_json: bool) -> Iterator[OnProgress]:
     if as_json:
         yield Events(what, lambda text: echo(text, err=True))
     elif sys.stderr.isatty():
-        with Line(what) as line:
+        with StatusLine(what) as line:
             yield line
     else:
-        yield Lines(what, lambda text: echo(text, err=True))
+        yield PlainLines(what, lambda text: echo(text, err=True))
 
 
 @contextmanager
@@ -199,7 +199,7 @@ class Events:
         self.emit(json.dumps({"event": self.what, **event}))
 
 
-class Lines:
+class PlainLines:
     """Emits one line of text every LINE_S seconds, so that a short run emits none."""
 
     def __init__(self, what: str, emit: Callable[[str], None]) -> None:
@@ -239,7 +239,7 @@ def _duration(seconds: int) -> str:
     return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
 
 
-class Line:
+class StatusLine:
     """Draws one line on a terminal, with rich. On a narrow terminal the line has no bar, and on a
     narrower one also no memory and files.
     """
@@ -265,7 +265,7 @@ class Line:
         # invisible until the first call tells the total
         self.task = self.bar.add_task(what, total=None, more="", visible=False)
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> StatusLine:
         self.bar.start()
         return self
 

@@ -48,7 +48,7 @@ Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
 # ------------------------------------------------------------------------------------------ writing
 
 
-class _Entry(NamedTuple):
+class _ZipEntry(NamedTuple):
     name: bytes
     at: int  # offset of its local header
     start: int  # offset of its data
@@ -118,7 +118,7 @@ class TorchFile:
         storages: dict[str, int],
         known: dict[str, bytes] | None = None,
     ) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_ZipEntry] = []
         self._end = 0
         self.data: Ranges = {}
         self._stem = stem
@@ -139,7 +139,7 @@ class TorchFile:
         self.size: int = self._end + central + _END64.size + _LOCATOR.size + _END.size
 
     def _add(self, name: str, size: int, data: bytes | None) -> int:
-        entry = _Entry(f"{self._stem}/{name}".encode(), self._end, 0, size, data)
+        entry = _ZipEntry(f"{self._stem}/{name}".encode(), self._end, 0, size, data)
         bare = self._end + 30 + len(entry.name) + len(entry.zip64(0)) + 4
         entry = entry._replace(start=bare + -bare % 64)
         self._entries.append(entry)

@@ -12,7 +12,7 @@ from mckpt.conversion import done
 from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.refusals import dropped
 from mckpt.errors import DestinationError, SourceError
-from mckpt.execute.engine import Cluster
+from mckpt.execute.engine import Machines
 from mckpt.execute.ranks import Gone, Ranks, Session
 from mckpt.execute.transfer import CopySettings
 from mckpt.options import RunOptions
@@ -40,7 +40,7 @@ class RunSettings(RunOptions, frozen=True, dict=True):
         return CopySettings(self.max_memory, self.threads, self.checksum, self.allow_overflow)
 
     @cached_property
-    def cluster(self) -> Cluster | None:
+    def cluster(self) -> Machines | None:
         """Returns the machines of the engine; None if this process does the work itself."""
         if self.engine != "ray":
             return None

@@ -453,7 +453,7 @@ class PlanData:
             tensors = counted(unchanged["tensors"], "tensor")
             lines.append(f"carried unchanged: {tensors}, {unchanged['bytes']:,} bytes")
         if state := p["optimizer"]:
-            lines += _optimizer_lines(state, not self.destination.helps)
+            lines += _optimizer_lines(state, self.destination.rank0)
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mckpt.conversion.args import Decided
     from mckpt.conversion.moving import RunSettings
-    from mckpt.conversion.to_megatron import Beside
+    from mckpt.conversion.to_megatron import AdaptersBeside
 
 
 # decides from headers what a source, of a kind of checkpoint that it knows, becomes
@@ -90,12 +90,12 @@ def make_plan(
     *,
     overwrite: bool = False,
     update_tracker: bool = False,
-    helps: bool = False,
+    rank0: bool = True,
 ) -> Plan:
     """Returns the plan that converts `source` to `dst`.
 
-    form_of: decides what the source becomes; None: `form_of_weights`. helps: this process is not
-    rank 0, so it does not check whether the destination is occupied.
+    form_of: decides what the source becomes; None: `form_of_weights`. rank0: this process is rank
+    0, which checks whether the destination is occupied.
     """
 
     def at(name: str | None, format: Format) -> Destination:
@@ -110,7 +110,7 @@ def make_plan(
             source.files.root,
             overwrite=overwrite,
             update_tracker=update_tracker,
-            helps=helps,
+            rank0=rank0,
         )
 
     form = (form_of or form_of_weights)(source, at, target)
@@ -136,7 +136,7 @@ def form_of_weights(
     target: TargetOptions,
     *,
     same_format: bool = False,
-    adapters: Callable[[Decided], Beside] | None = None,
+    adapters: Callable[[Decided], AdaptersBeside] | None = None,
 ) -> Form:
     """Returns the form of a Megatron checkpoint or of a Hugging Face directory.
 
@@ -172,7 +172,7 @@ def plan_or_find(
     *,
     overwrite: bool = False,
     update_tracker: bool = False,
-    helps: bool = False,
+    rank0: bool = True,
     on_note: Callable[[str], None] = lambda text: None,
     form_of: FormOf | None = None,
 ) -> tuple[Plan, dict[str, Any] | None]:
@@ -183,12 +183,12 @@ def plan_or_find(
     """
     make = partial(make_plan, source, dst, target, form_of, update_tracker=update_tracker)
     try:
-        return make(overwrite=overwrite, helps=helps), None
+        return make(overwrite=overwrite, rank0=rank0), None
     except DestinationError as error:
         if overwrite:
             raise
         refusal = error
-    planned = make(helps=True)
+    planned = make(rank0=False)
     from mckpt.conversion.done import complete, existing_output
 
     output = existing_output(planned, on_note=on_note)

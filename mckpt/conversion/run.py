@@ -31,16 +31,16 @@ from mckpt.storage.staging import MANIFEST, REPLACED, STAGING, discard, in_place
 
 def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
-    kind: type[Publisher] = Directory
+    kind: type[Publisher] = DirectoryPublisher
     if sparse_copy.of(plan.destination.root) is not None:
-        from mckpt.conversion.to_store import Store
+        from mckpt.conversion.to_store import StorePublisher
 
-        kind = Store
+        kind = StorePublisher
     publisher = kind(plan, how, ranks)
     return publisher.help() if ranks.rank else publisher.lead()
 
 
-class Directory(Publisher):
+class DirectoryPublisher(Publisher):
     """A local directory. The files are written in a staging directory, which all ranks see."""
 
     @contextmanager
@@ -86,7 +86,7 @@ class Directory(Publisher):
         return manifest if gone else None
 
 
-class Once(Directory):
+class Once(DirectoryPublisher):
     """A local directory whose run no later run can continue, such as that of a stream. If the run
     fails, its staging directory is removed.
     """

@@ -23,7 +23,7 @@ import msgspec
 
 from mckpt.conversion.target import Destination
 from mckpt.errors import DestinationError, SourceError
-from mckpt.execute.ranks import Lines, Seconds, error_of
+from mckpt.execute.ranks import RankLines, Seconds, error_of
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import INTENT, MANIFEST, STAGING, Intent, intent
 from mckpt.storage.stores import Object
@@ -47,7 +47,7 @@ class Sent(msgspec.Struct):
     run: str  # the id of the run that sent it
 
 
-class Line(msgspec.Struct):
+class JournalLine(msgspec.Struct):
     """The parts of a rank's line (`ranks.Session`) that other runs read."""
 
     id: str  # of its run
@@ -58,7 +58,7 @@ class Over(DestinationError):
     """Rank 0 has published, or another run has taken this one for dead."""
 
 
-class StoreJournal(Lines):
+class StoreJournal(RankLines):
     """The journal of one run, as one of its ranks sees it, in which the ranks have their lines. It
     can be pickled, for a process on another machine that helps this rank.
 
@@ -226,7 +226,7 @@ class StoreJournal(Lines):
         DestinationError if one of them lives; this takes LIVE_S if one of them was killed.
         """
         first = {name: self._line_of(name) for name in self._runs()}
-        lines = [_decoded(line.encode(), Line) for line in first.values()]
+        lines = [_decoded(line.encode(), JournalLine) for line in first.values()]
         end = time.monotonic() + LIVE_S
         while time.monotonic() < end and any(ln is None or ln.error is None for ln in lines):
             time.sleep(min(1.0, LIVE_S / 4))
@@ -271,9 +271,9 @@ class StoreJournal(Lines):
         line = self.last_line()
         return line is not None and run in ("", line.id)
 
-    def last_line(self) -> Line | None:
+    def last_line(self) -> JournalLine | None:
         """Returns the last line of rank 0, None if there is none."""
-        return _decoded(self.read(0).encode(), Line)
+        return _decoded(self.read(0).encode(), JournalLine)
 
     def refuse_if_over(self) -> None:
         """Raises Over if the run is over, and on other ranks the error of rank 0."""

@@ -56,12 +56,12 @@ class Destination:
         *,
         overwrite: bool = False,
         update_tracker: bool = False,
-        helps: bool = False,
+        rank0: bool = True,
     ) -> None:
         """Checks the destination.
 
-        helps: do not check yet whether the destination is occupied; the caller calls `check` later,
-        or rank 0 checks it.
+        rank0: check now whether the destination is occupied; without it, the caller calls `check`
+            later, or rank 0 checks it.
         """
         self.root, self.iteration_name, self.format = places.target(root), iteration_name, format
         self.overwrite = overwrite
@@ -71,8 +71,8 @@ class Destination:
         sparse_copy.fill(self.root / "hf")
         self._refuse_near(source)
         self._refuse_blocked()
-        self.helps = helps
-        if not helps:  # the other ranks may have published before this rank started
+        self.rank0 = rank0
+        if rank0:  # the other ranks may have published before this rank started
             self.refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:

@@ -71,7 +71,7 @@ from mckpt.storage.manifest import Facts
 MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 
-class Beside(NamedTuple):
+class AdaptersBeside(NamedTuple):
     """Adapters that a new checkpoint has beside its weights."""
 
     decided: Decided  # whose names and dtypes are those of weights and adapters
@@ -85,7 +85,7 @@ def form_megatron(
     source: Checkpoint,
     at: At,
     target: TargetOptions,
-    adapters: Callable[[Decided], Beside] | None = None,
+    adapters: Callable[[Decided], AdaptersBeside] | None = None,
 ) -> Form:
     """Returns the form of a Megatron checkpoint of any format.
 
@@ -261,7 +261,7 @@ def _facts(decided: Decided, common: str, flags: dict[str, Any], keeps_mapping: 
     """
     source, moved, target = decided.source, decided.moved, decided.target
     family, kept = source.model.family, decided.optimizer
-    look = moved.opened.format.readable and not decided.destination.helps
+    look = moved.opened.format.readable and decided.destination.rank0
     state = optimizer.facts(moved, look) if kept else None
     return {
         "parallel": target.parallel.args(),

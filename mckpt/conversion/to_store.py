@@ -37,7 +37,7 @@ from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal
 from mckpt.errors import SourceError
-from mckpt.execute.engine import KNEE, Cluster, Step, Tick, continues, execute
+from mckpt.execute.engine import KNEE, Machines, Step, Tick, continues, execute
 from mckpt.execute.ranks import LOOK_S, Gone, Ranks, Session
 from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.formats.hf_config import CONFIG
@@ -173,7 +173,7 @@ class Sender:
 GROUP = 1 << 30  # bytes of files that are made before they are sent
 
 
-class Store(Publisher):
+class StorePublisher(Publisher):
     """An object store. The files are sent in groups while the next ones are made."""
 
     def __init__(self, plan: PlanData, how: RunSettings, ranks: Ranks) -> None:
@@ -274,7 +274,7 @@ class Store(Publisher):
         """Sends the share of a rank that died."""
         self._send(self.ranks.share(len(self.sender.groups), rank), self.journal.sent())
 
-    def _send_by_cluster(self, cluster: Cluster, done: dict[int, Sent]) -> None:
+    def _send_by_cluster(self, cluster: Machines, done: dict[int, Sent]) -> None:
         """Lets the nodes of the cluster make and send the groups that are not in `done`."""
         todo = self._missing(done)
         sender = replace(self.sender, groups=[self.sender.groups[i] for i in todo])

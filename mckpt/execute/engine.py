@@ -117,7 +117,7 @@ class Job:
 
     def do(self, step: Step, items: range, tick: Tick) -> None:
         """Does a part of one step: copies these units, or ends these files."""
-        with closing(_Run(self)) as run:
+        with closing(_JobState(self)) as run:
             run.copy(items, tick) if step == "copy" else run.end(items, tick)
 
 
@@ -129,7 +129,7 @@ def most_threads(work: Work, transfer: Transfer, cores: int, max_memory: int) ->
     return max(1, min(cores, knee, max_memory // PIECE))
 
 
-class Cluster(Protocol):
+class Machines(Protocol):
     """Machines that do the steps of a task in place of this process."""
 
     @property
@@ -148,7 +148,7 @@ def execute(
     how: CopySettings,
     *,
     session: Session | None = None,
-    cluster: Cluster | None = None,
+    cluster: Machines | None = None,
     progress: OnProgress | None = None,
 ) -> list[str]:
     """Writes the outputs of `transfer` under `staging`; returns one checksum per output, such as
@@ -183,7 +183,7 @@ def execute(
 
     earlier = ranks.rank == 0 and done.exists()
     session.begin(prepare)
-    run = _Run(job)
+    run = _JobState(job)
     total = int(job.work.slabs["bytes"].sum())
     if earlier and (there := run.bytes_there()):
         session.on_note(continues(there, total))
@@ -302,7 +302,7 @@ class Writer:
         self.targets.close()
 
 
-class _Run(Writer):
+class _JobState(Writer):
     """The state of a job in one process: which slabs and units are done, and what they wrote."""
 
     def __init__(self, job: Job) -> None:

@@ -41,7 +41,7 @@ class Cell(NamedTuple):
     columns: int
 
 
-class _Part(NamedTuple):
+class _CellPart(NamedTuple):
     """The elements of one copy that lie in a cell, as a box of the source and of the cell."""
 
     at: int  # byte of the first element in the source
@@ -101,7 +101,7 @@ def fill(
 
 
 def _fill(
-    part: _Part, file: int, dtype: np.dtype, out: np.ndarray, read: Read, memory: memoryview
+    part: _CellPart, file: int, dtype: np.dtype, out: np.ndarray, read: Read, memory: memoryview
 ) -> None:
     """Reads a part in spans along the axis whose elements are closer in the source."""
     at, (rows, run), (pitch, step) = part.at, part.shape, part.strides
@@ -131,7 +131,7 @@ def _fill(
             np.copyto(out[i : i + num], values, casting="unsafe")
 
 
-def _part(c: Copy, grid: Grid, cell: Cell) -> _Part | None:
+def _part(c: Copy, grid: Grid, cell: Cell) -> _CellPart | None:
     """Returns the elements of a copy that lie in a cell, None if there are none."""
     row, column = divmod(c.dst_at - grid.weight_at, grid.width)
     n, down, src_down = c.rows, c.dst_pitch, c.src_pitch
@@ -150,7 +150,7 @@ def _part(c: Copy, grid: Grid, cell: Cell) -> _Part | None:
         slice(left, left + (j_end - j - 1) * along + 1, along),
     )
     at = c.src_at + i * src_down + j * src_along
-    return _Part(at, (i_end - i, j_end - j), (src_down, src_along), place)
+    return _CellPart(at, (i_end - i, j_end - j), (src_down, src_along), place)
 
 
 def _within(start: int, step: int, num: int, first: int, length: int) -> tuple[int, int]:

@@ -163,7 +163,7 @@ class Seconds(NamedTuple):
     poll: float  # the longest pause between two looks at the others' lines
 
 
-class Lines:
+class RankLines:
     """The place where the ranks of a run report, each in a line of its own: files in a directory.
     A subclass may have another place.
 
@@ -222,10 +222,10 @@ class Session:
         staging: Path,
         ranks: Ranks,
         on_note: Callable[[str], None] = lambda text: None,
-        lines: Lines | None = None,
+        lines: RankLines | None = None,
     ) -> None:
         self.staging, self.ranks, self.on_note = staging, ranks, on_note
-        self.place = lines or Lines(staging / FOLDER)
+        self.place = lines or RankLines(staging / FOLDER)
         self.alone = ranks.size == 1 and not self.place.public  # nobody reads this rank's line
         # Rank 0 makes a new `id` each time that it begins. Lines with another id belong to a run
         # that is over, though its processes may live on.

@@ -18,7 +18,7 @@ from mckpt.containers import safetensors
 from mckpt.containers.entries import Entries
 from mckpt.errors import SourceError
 from mckpt.formats.base import Problems, stored_of
-from mckpt.formats.hf_files import INDEX, SINGLE, Placed, Row, place, weight_files
+from mckpt.formats.hf_files import INDEX, SINGLE, PlacedFiles, Row, place, weight_files
 from mckpt.geometry.box import Layout, Piece, Stored, row_major, whole_box
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, is_part
@@ -95,7 +95,7 @@ def rows(tensors: Sequence[Stored]) -> list[Row]:
     return [Row(key_of(s), s.dtype, s.pieces[0].box.shape) for s in tensors]
 
 
-def placed(tensors: Sequence[Stored], places: Placed) -> list[Stored]:
+def placed(tensors: Sequence[Stored], places: PlacedFiles) -> list[Stored]:
     """Returns carried tensors where new files have them; they are the first of these files."""
     out = []
     for n, s in enumerate(tensors):

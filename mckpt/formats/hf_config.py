@@ -102,7 +102,7 @@ def _with_infinity(value: Any) -> Any:
     return {key: _with_infinity(one) for key, one in value.items()}
 
 
-class Beside(NamedTuple):
+class FilesBeside(NamedTuple):
     """The files beside weights in a directory, as names relative to it."""
 
     kept: list[str]  # a model directory has such files
@@ -110,12 +110,12 @@ class Beside(NamedTuple):
     left_out: list[str]
 
 
-def side_files(root: Path) -> Beside:
+def side_files(root: Path) -> FilesBeside:
     """Returns the files of a directory that are neither weights, nor config.json, nor mckpt.json,
     nor hidden. A link to a directory is not followed. An image below the top is kept if a model
     card contains its name, because a training may write thousands of others.
     """
-    out = Beside([], [])
+    out = FilesBeside([], [])
     cards: list[str] = []  # read when there is such an image
     for folder, inner, names in os.walk(root):
         here = Path(folder).relative_to(root)

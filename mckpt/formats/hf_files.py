@@ -195,7 +195,7 @@ class Row(NamedTuple):
         return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
 
-class Placed(NamedTuple):
+class PlacedFiles(NamedTuple):
     """The files of some tensors, and the place of each."""
 
     names: list[str]
@@ -204,7 +204,7 @@ class Placed(NamedTuple):
     outputs: list[TargetFile]
 
 
-def place(rows: list[Row], most: int, stem: str) -> Placed:
+def place(rows: list[Row], most: int, stem: str) -> PlacedFiles:
     """Returns safetensors files of tensors in this order: STEM.safetensors, or several with a
     number each.
 
@@ -236,7 +236,7 @@ def place(rows: list[Row], most: int, stem: str) -> Placed:
         heads.append(struct.pack("<Q", len(text)) + text)
     at += np.array([len(heads[f]) for f in file_of])
     outputs = [TargetFile.headed(n, h, e) for n, h, e in zip(names, heads, ends, strict=True)]
-    return Placed(names, np.array(file_of, "i4"), at, outputs)
+    return PlacedFiles(names, np.array(file_of, "i4"), at, outputs)
 
 
 def tensors_of(output: TargetFile) -> Iterator[tuple[Row, int]]:

@@ -78,7 +78,7 @@ def streamed(name: HubName) -> Path:
         names = [SINGLE[kind]]
     if not names or all((root / file).exists() for file in names):
         return local(name)
-    store = _Weights(at_commit, {file: sizes[file] for file in names})
+    store = _HubFiles(at_commit, {file: sizes[file] for file in names})
     folder = sparse_copy.load(name, store, name.repo.rpartition("/")[2])
     for small in root.rglob("*"):
         name_here = small.relative_to(root)
@@ -89,7 +89,7 @@ def streamed(name: HubName) -> Path:
     return folder
 
 
-class _Weights(NamedTuple):
+class _HubFiles(NamedTuple):
     """Files of a model on the Hub as a `stores.Store` that is only read."""
 
     name: HubName  # at a commit, so that the files cannot change

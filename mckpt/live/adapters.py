@@ -28,7 +28,7 @@ from mckpt.values.adding import NO_AXIS, Factor, Product
 if TYPE_CHECKING:
     import torch
 
-    from mckpt.live.steps import Move
+    from mckpt.live.steps import LiveMove
 
 # sums that exist at a time: 128 MiB in float64. An H100 then adds an adapter of rank 32 to half of
 # Llama 8B in 0.053 s, and in 0.036 s with products in float32, whose last bits would be its own.
@@ -36,7 +36,7 @@ SUMS = 16 << 20
 CHOICES = ("merged", "only", "none")
 
 
-class Chosen(NamedTuple):
+class LiveTensors(NamedTuple):
     """The tensors of a live model that are asked for."""
 
     model: Checkpoint  # its weights, or the factors of its adapters
@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
     form: PeftForm | None = None  # the same as a directory of PEFT
 
 
-def chosen(model: Checkpoint, choice: str) -> Chosen:
+def chosen(model: Checkpoint, choice: str) -> LiveTensors:
     """Returns a live model with its adapters merged into its weights, its adapters only, or the
     model without them.
 
@@ -54,12 +54,12 @@ def chosen(model: Checkpoint, choice: str) -> Chosen:
         raise UsageError(f"adapter is {choice!r}, and must be one of {', '.join(CHOICES)}")
     found = adapter_of(model)
     if choice == "only":
-        return Chosen(required(found))
+        return LiveTensors(required(found))
     if found is None or choice == "none":
-        return Chosen(model)
+        return LiveTensors(model)
     form = peft_form(found)
     merged = merging.merge(model, without_values(model.path, form), look=False)
-    return Chosen(merged, found, form)
+    return LiveTensors(merged, found, form)
 
 
 def without_values(root: Path, form: PeftForm) -> PeftAdapter:
@@ -75,7 +75,7 @@ def without_values(root: Path, form: PeftForm) -> PeftAdapter:
     return open_adapter(directory)
 
 
-class _Place(NamedTuple):
+class _PeftTensor(NamedTuple):
     """A tensor of PEFT."""
 
     at: int  # its first byte in the file
@@ -92,7 +92,7 @@ class Products:
         """
         self._grids = buckets.joined.grids
         (output,) = form.outputs
-        self._places = sorted(_Place(at, row.key) for row, at in tensors_of(output))
+        self._places = sorted(_PeftTensor(at, row.key) for row, at in tensors_of(output))
         self._known: dict[int, Product] = {}
         self._held: dict[str, torch.Tensor] = {}
         self.needed: dict[int, set[str]] = {}  # rank -> the tensors of PEFT that its products need
@@ -115,7 +115,7 @@ class Products:
                 )
         return found
 
-    def _place(self, factor: Factor) -> _Place:
+    def _place(self, factor: Factor) -> _PeftTensor:
         return self._places[bisect_right(self._places, (factor.at, "\U0010ffff")) - 1]
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -126,7 +126,7 @@ class Products:
         """Frees the factors."""
         self._held = {}
 
-    def add(self, move: Move, weights: torch.Tensor, out: torch.Tensor) -> None:
+    def add(self, move: LiveMove, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Fills `out` [m, n] with the sums of `weights` [m, n] and their product, as `adding.add`
         does, to the same bits. Neither TF32 nor autocast changes products in float64.
         """

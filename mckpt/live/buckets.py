@@ -49,7 +49,7 @@ UNEVEN = 1.25  # segments are padded to one size where a bucket grows by at most
 To = int | Callable[[int], Iterable[str]] | None
 
 
-class Tensor(NamedTuple):
+class ExportedTensor(NamedTuple):
     """A tensor of the Hugging Face directory, or some of its rows."""
 
     name: str
@@ -70,7 +70,7 @@ class Tensor(NamedTuple):
 class Bucket(NamedTuple):
     """Tensors that are sent at once."""
 
-    tensors: list[Tensor]
+    tensors: list[ExportedTensor]
     to: frozenset[int]
     copies: np.ndarray  # of COPY, in the order of the segments
     tensor: np.ndarray  # of each copy: the number of its tensor in the bucket
@@ -145,7 +145,7 @@ def plan(
     receivers = _receivers([row.key for row, _ in rows], to, world)
     names = {key for b in quantised for key in b.keys()}  # noqa: SIM118
     block = (WRITTEN[target.quantize].block[0] if target.quantize else None) or 1
-    tensors: list[Tensor] = []
+    tensors: list[ExportedTensor] = []
     for row, at in rows:
         count, quantise = row.shape[0] if row.shape else 1, row.key in names
         width, unit = row.nbytes // max(count, 1), block if quantise else 1
@@ -156,7 +156,7 @@ def plan(
             shape = (min(step, count - first), *row.shape[1:]) if row.shape else ()
             place, ranks = at + first * width, receivers[row.key]
             tensors.append(
-                Tensor(row.key, row.dtype, shape, first, row.shape, place, quantise, ranks)
+                ExportedTensor(row.key, row.dtype, shape, first, row.shape, place, quantise, ranks)
             )
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
@@ -242,7 +242,7 @@ def _cut(layout: Layout, units: Mapping[str, int], most: int) -> Layout:
 
 
 def _buckets(
-    tensors: list[Tensor], joined: Joined, model: Checkpoint, most: int, own: int
+    tensors: list[ExportedTensor], joined: Joined, model: Checkpoint, most: int, own: int
 ) -> Iterator[Bucket]:
     """Yields the buckets: tensors of the same receivers, in the order of their places.
 
@@ -314,7 +314,7 @@ def _senders(
 
 def _bucket(
     numbers: list[int],
-    tensors: list[Tensor],
+    tensors: list[ExportedTensor],
     to: frozenset[int],
     copies: np.ndarray,
     order: np.ndarray,

@@ -39,7 +39,7 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import (
-    Ranks,
+    RankParts,
     collected,
     has_adapters,
     named_adapter,
@@ -338,7 +338,7 @@ def plan_adapter(source: Checkpoint, model: Checkpoint, adapter: str | Path) -> 
     return _filling(joined, wanted, have.files, ranks_of(held))
 
 
-def _filling(joined: Joined, layout: Layout, sources: Sequence[Any], ranks: Ranks) -> Filling:
+def _filling(joined: Joined, layout: Layout, sources: Sequence[Any], ranks: RankParts) -> Filling:
     """Returns the copies of a join into this rank's weights. layout: the whole target."""
     own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == rank_and_world()[0]]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]

@@ -36,7 +36,7 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.memory import Memory, Part
-from mckpt.live.optimizer import LiveOptimizer, Recorded, parts_of
+from mckpt.live.optimizer import LiveOptimizer, OptimizerFacts, parts_of
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.options import SourceOptions
@@ -58,7 +58,7 @@ _UNEVEN = {
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Ranks(Chunked):
+class RankParts(Chunked):
     """The parts that all ranks hold."""
 
     def __init__(self, root: Path, held: Sequence[Sequence[Part]], own: int | None) -> None:
@@ -101,7 +101,9 @@ class Ranks(Chunked):
             items[at] = f"rank_{rank:06d}", part.at, part.nbytes
             self.copies += [(part, other) for other in mine[1:] if other.at != part.at]
         self.sizes: list[int] = []  # bytes of the memory of each rank
-        self.optimizer: Recorded | None = None  # that of the model, if its state is among the parts
+        self.optimizer: OptimizerFacts | None = (
+            None  # that of the model, if its state is among the parts
+        )
         super().__init__(root, Metadata(tensors, [], items, {}))
 
     def place(
@@ -132,7 +134,9 @@ class Ranks(Chunked):
 class OpenedModel(torch_dist.TorchDist):
     """A live model whose parts are known and whose names are not yet understood."""
 
-    def __init__(self, directory: Ranks, sizes: Parallel, args: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, directory: RankParts, sizes: Parallel, args: Mapping[str, Any] | None
+    ) -> None:
         super().__init__(directory, FORMAT)
         self.sizes = sizes
         self.temporary = ExitStack()  # removes the directory that stands for the model
@@ -264,7 +268,7 @@ def collected(
         raise TypeError(f"unexpected keyword: {', '.join(sorted(unknown))}")
     options = own_result(lambda: _options(described))
 
-    def parts() -> tuple[list[Part], list[Part], dict[Any, str], int, Recorded | None]:
+    def parts() -> tuple[list[Part], list[Part], dict[Any, str], int, OptimizerFacts | None]:
         found, problems = memory.parts()
         if problems:
             raise SourceError.of("the model has weights that cannot be described:", problems)
@@ -287,16 +291,16 @@ def collected(
     show_as(str(root), "the live model")
     temporary.callback(show_again, str(root))
     taken = rank_and_world()[0] if own else None
-    directory = Ranks(root, [weights for weights, *_ in every], taken)
+    directory = RankParts(root, [weights for weights, *_ in every], taken)
     directory.sizes = [nbytes for *_, nbytes, _ in every]
     if recorded := [one for *_, one in every if one is not None]:
-        directory.optimizer = Recorded.merged(recorded)
+        directory.optimizer = OptimizerFacts.merged(recorded)
     args = described.get("args")
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
     opened = OpenedModel(directory, sizes_of(memory), plain)
     opened.temporary = temporary
     if any(factors for _, factors, *_ in every):
-        directory = Ranks(root, [factors for _, factors, *_ in every], taken)
+        directory = RankParts(root, [factors for _, factors, *_ in every], taken)
         opened.adapters = OpenedModel(directory, opened.sizes, plain)
         opened.adapters.temporary = temporary
         opened.alpha = _alpha([alphas for _, _, alphas, *_ in every])
@@ -341,10 +345,10 @@ def stated(described: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if name != "args" else "given" for name, value in described.items()}
 
 
-def ranks_of(model: Checkpoint) -> Ranks:
+def ranks_of(model: Checkpoint) -> RankParts:
     """Returns the parts that all ranks hold of a live model."""
     directory = cast(OpenedModel, model.opened).directory
-    return cast(Ranks, directory)
+    return cast(RankParts, directory)
 
 
 def _options(described: Described) -> SourceOptions:

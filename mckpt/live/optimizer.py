@@ -44,7 +44,7 @@ class State(NamedTuple):
     tensor: torch.Tensor
 
 
-class Recorded(NamedTuple):
+class OptimizerFacts(NamedTuple):
     """The facts that a checkpoint records of an optimizer beside its tensors."""
 
     groups: list[list[dict[str, Any]]]  # the param_groups of each optimizer, without parameters
@@ -54,7 +54,7 @@ class Recorded(NamedTuple):
     schedule: dict[str, Any]  # opt_param_scheduler: the state of the scheduler, if one is given
 
     @classmethod
-    def merged(cls, every: Sequence[Recorded]) -> Recorded:
+    def merged(cls, every: Sequence[OptimizerFacts]) -> OptimizerFacts:
         """Returns the facts of all ranks. The optimizer of a rank does not count the steps of a
         group of which it has no parameters.
         """
@@ -132,7 +132,7 @@ class LiveOptimizer:
                 for name, tensor in tensors.items():
                     yield State(name, parameter, low, tensor)
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> OptimizerFacts:
         """Returns what a checkpoint records of the optimizer on this rank."""
         groups, scalers = [], []
         for link in self.links:
@@ -143,7 +143,7 @@ class LiveOptimizer:
                 tensors = {n: float(v) for n, v in state.items() if hasattr(v, "item")}
                 scalers.append({**state, **tensors})
         schedule = {} if self.scheduler is None else {SCHEDULER: self.scheduler.state_dict()}
-        return Recorded(groups, scalers, self.distributed, self.wrapped, schedule)
+        return OptimizerFacts(groups, scalers, self.distributed, self.wrapped, schedule)
 
     def matched(self, groups: list[list[dict[str, Any]]], place: str) -> list[list[dict[str, Any]]]:
         """Returns the settings that a checkpoint has for each of the param_groups, for each

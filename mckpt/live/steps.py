@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.geometry.box import row_major
 from mckpt.geometry.join import UNSCALED, Cast
-from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, Tensor
+from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, ExportedTensor
 from mckpt.values.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mckpt.live.memory import Memory
 
 
-class Move(NamedTuple):
+class LiveMove(NamedTuple):
     """A copy of elements. Strides are elements; starts are elements of the memory, but a place
     (`live.memory`) in the weights.
     """
@@ -44,7 +44,7 @@ class Move(NamedTuple):
     origin: int = 0
 
 
-class Run(NamedTuple):
+class ViewRun(NamedTuple):
     """Views of one shape at even distances in one memory, which torch makes at once: for thousands
     of experts, one call for each would take longer than sending them.
     """
@@ -66,9 +66,9 @@ class Moves(NamedTuple):
 
     cast: Cast
     several: bool  # they may be done at once; otherwise values change, or must be looked at
-    listed: list[Move]
-    sources: list[Run]  # of the copies, if they read a buffer
-    targets: list[Run]
+    listed: list[LiveMove]
+    sources: list[ViewRun]  # of the copies, if they read a buffer
+    targets: list[ViewRun]
 
 
 class Steps(NamedTuple):
@@ -81,7 +81,7 @@ class Steps(NamedTuple):
     receive: list[Moves]
     # the tensors in the memory that is made (True) or in the buffer, of each dtype; none on a rank
     # that does not receive the bucket
-    tensors: dict[tuple[bool, str], list[Run]]
+    tensors: dict[tuple[bool, str], list[ViewRun]]
 
     @property
     def memory(self) -> int:
@@ -107,8 +107,8 @@ def steps_of(
     columns = [bucket.copies[name].tolist() for name in names]
     columns += [bucket.tensor.tolist(), bucket.rank.tolist(), bucket.at.tolist()]
     columns += [bucket.shift.tolist()]
-    copies = [_Copy(*row) for row in zip(*columns, strict=True)]
-    parts: list[list[_Copy]] = [[] for _ in bucket.tensors]
+    copies = [_CopyRow(*row) for row in zip(*columns, strict=True)]
+    parts: list[list[_CopyRow]] = [[] for _ in bucket.tensors]
     for copy in copies if receives else ():
         parts[copy.number].append(copy)
     # of each tensor: whether it is made, and its first element there
@@ -133,7 +133,7 @@ def steps_of(
         adds = (copy.grid, copy.src_at - copy.shift) if cast.adapted else (UNSCALED, 0)
         if copy.rank == rank:
             start = at - (0 if receives else first // width)
-            move = Move(copy.number, shape, copy.src_at, src_strides, start, dense, None, *adds)
+            move = LiveMove(copy.number, shape, copy.src_at, src_strides, start, dense, None, *adds)
             send.add(cast, move, weight)
         if receives and places[copy.number][0]:
             tensor = bucket.tensors[copy.number]
@@ -141,9 +141,9 @@ def steps_of(
             strides = copy.dst_pitch // width, copy.dst_step // width
             if copy.rank == OWN:
                 given = copy.src_at, src_strides, start, strides
-                own.add(cast, Move(copy.number, shape, *given, None, *adds), weight)
+                own.add(cast, LiveMove(copy.number, shape, *given, None, *adds), weight)
             else:
-                move = Move(copy.number, shape, at, dense, start, strides)
+                move = LiveMove(copy.number, shape, at, dense, start, strides)
                 receive.add(Cast(cast.target, cast.target), move, None)
     buffer = bucket.nbytes if receives else size
     tensors: dict[tuple[bool, str], list[View]] = {}
@@ -182,9 +182,9 @@ def even_rooms(steps: list[Steps], most: int) -> list[Steps]:
 View = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
-def runs(views: Iterable[View]) -> list[Run]:
+def runs(views: Iterable[View]) -> list[ViewRun]:
     """Returns the runs that have these views."""
-    found: dict[tuple[Any, ...], list[Run]] = {}
+    found: dict[tuple[Any, ...], list[ViewRun]] = {}
     for number, shape, strides, start in views:
         listed = found.setdefault((shape, strides), [])
         if listed:
@@ -194,11 +194,11 @@ def runs(views: Iterable[View]) -> list[Run]:
             if step >= 0 and start == last.start + count * step:
                 listed[-1] = last._replace(step=step, numbers=[*last.numbers, number])
                 continue
-        listed.append(Run(shape, strides, start, 0, [number]))
+        listed.append(ViewRun(shape, strides, start, 0, [number]))
     return [run for listed in found.values() for run in listed]
 
 
-class _Copy(NamedTuple):
+class _CopyRow(NamedTuple):
     """A copy of a bucket as numbers of Python: the fields of COPY, and those of Bucket."""
 
     tensor: int
@@ -220,7 +220,7 @@ class _Copy(NamedTuple):
     shift: int
 
 
-def _in_one(parts: list[_Copy], tensor: Tensor, casts: Sequence[Cast]) -> int | None:
+def _in_one(parts: list[_CopyRow], tensor: ExportedTensor, casts: Sequence[Cast]) -> int | None:
     """Returns the byte of the buffer at which a tensor begins, if it lies there as a whole."""
     end = 0
     for copy in parts:
@@ -239,7 +239,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return (step == 1 or run == 1) and (pitch == run or rows == 1)
 
 
-def _in_shape(move: Move, cast: Cast, memory: Memory) -> Move:
+def _in_shape(move: LiveMove, cast: Cast, memory: Memory) -> LiveMove:
     """Returns a copy without gaps in the shape of its weight if it reads all of it. The weight then
     needs no view, which would take longer than the copy of a small one.
     """
@@ -256,10 +256,10 @@ class _Lists:
 
     def __init__(self, special: Callable[[Cast], bool]) -> None:
         self.special = special
-        self.found: dict[tuple[Cast, bool, bool], list[Move]] = {}
+        self.found: dict[tuple[Cast, bool, bool], list[LiveMove]] = {}
         self.last: Any = None  # the weight of the last move
 
-    def add(self, cast: Cast, move: Move, weight: int | None) -> None:
+    def add(self, cast: Cast, move: LiveMove, weight: int | None) -> None:
         """Adds a copy. weight: the number of the weight that it reads, None if it is a buffer."""
         special = self.special(cast)
         flat = _dense(move.shape, move.src_strides) and _dense(move.shape, move.dst_strides)
@@ -277,7 +277,7 @@ class _Lists:
             if follows and self.last == (cast, weight):
                 listed[-1] = before._replace(shape=(own + count,))
                 return
-        listed.append(Move(move.tensor, (count,), move.src, (1,), move.dst, (1,)))
+        listed.append(LiveMove(move.tensor, (count,), move.src, (1,), move.dst, (1,)))
         self.last = cast, weight
 
     def moves(self, memory: Memory | None = None) -> list[Moves]:

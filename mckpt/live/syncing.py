@@ -15,12 +15,12 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
-from mckpt.live.adapters import Chosen, Products, chosen
-from mckpt.live.buckets import Bucket, Buckets, Tensor, To, plan
+from mckpt.live.adapters import LiveTensors, Products, chosen
+from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
 from mckpt.live.settings import refuse_other_settings
-from mckpt.live.steps import Move, Moves, Run, Steps, even_rooms, steps_of
+from mckpt.live.steps import LiveMove, Moves, Steps, ViewRun, even_rooms, steps_of
 from mckpt.live.together import (
     call,
     gathered,
@@ -127,7 +127,7 @@ class Sync:
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
 
-        def wanted() -> Chosen:
+        def wanted() -> LiveTensors:
             refuse_other_settings(self.memory.chunks, model)
             return chosen(model, adapter)
 
@@ -217,7 +217,7 @@ class Sync:
         if self._factors is not None:
             self._factors._refused = self._refused
             self._products.take(self._factors._given())
-        sent: list[_Sent] = []
+        sent: list[_SentBucket] = []
         for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
             if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
                 yield from self._tensors(sent.pop())
@@ -252,7 +252,7 @@ class Sync:
     def _is_special(self, cast: Cast) -> bool:
         return bool(cast.offset) or cast.adapted or self._overflows(cast)
 
-    def _send(self, bucket: Bucket, steps: Steps) -> _Sent:
+    def _send(self, bucket: Bucket, steps: Steps) -> _SentBucket:
         """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
         the bucket.
         """
@@ -286,7 +286,7 @@ class Sync:
         ready = torch.full((1,), int(self._refused is None), device=self._device)
         if dist.is_initialized():  # behind the bucket, on the same stream
             works.append(call(dist.all_reduce, ready, async_op=True))
-        return _Sent(bucket, steps, buffer, works, ready)
+        return _SentBucket(bucket, steps, buffer, works, ready)
 
     def _messages(self, bucket: Bucket, parts: dict[int, torch.Tensor]) -> list[Any]:
         """Returns what this rank sends to and receives from single ranks."""
@@ -331,7 +331,7 @@ class Sync:
                     flag = (place.isinf() & values.isfinite()).any()
                     self._bad.append((bucket.tensors[m.tensor].name, flag))
 
-    def _weights(self, moves: list[Move], dtype: str) -> list[torch.Tensor]:
+    def _weights(self, moves: list[LiveMove], dtype: str) -> list[torch.Tensor]:
         """Returns the elements of weights that copies read: the weight itself if they are all."""
         whole, view = self.memory.whole, self.memory.view
         return [
@@ -341,7 +341,7 @@ class Sync:
             for move in moves
         ]
 
-    def _tensors(self, sent: _Sent) -> Iterator[Any]:
+    def _tensors(self, sent: _SentBucket) -> Iterator[Any]:
         """Waits for a bucket, and yields its tensors if this rank receives them."""
         tensors = self._received(sent)
         listed = sent.bucket.tensors
@@ -354,7 +354,7 @@ class Sync:
             for name, form, first, shape in self._forms(tensor, whole):
                 yield Slice(name, form, first, shape) if self.slices else (name, form)
 
-    def _received(self, sent: _Sent) -> list[torch.Tensor]:
+    def _received(self, sent: _SentBucket) -> list[torch.Tensor]:
         """Waits for a bucket, and returns its tensors, none if this rank does not receive them."""
         import torch
 
@@ -372,7 +372,7 @@ class Sync:
                 tensors.update(zip(run.numbers, run.views(memory), strict=True))
         return [tensors[number] for number in range(len(tensors))]
 
-    def _refuse_lost(self, sent: _Sent) -> None:
+    def _refuse_lost(self, sent: _SentBucket) -> None:
         """Raises the error of a rank whose weights could not be sent, on all ranks; or MckptError
         unless the bucket has reached all ranks.
 
@@ -398,7 +398,7 @@ class Sync:
             raise lost("a bucket has not reached all ranks")
 
     def _forms(
-        self, tensor: Tensor, whole: torch.Tensor
+        self, tensor: ExportedTensor, whole: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor, int, tuple[int, ...]]]:
         """Yields a tensor, or its codes and its scales if it is quantised: name, elements, first
         row, and shape of the whole tensor.
@@ -420,7 +420,7 @@ def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
     return Sync(model_chunks, **options)()
 
 
-class _Sent(NamedTuple):
+class _SentBucket(NamedTuple):
     """A bucket on its way."""
 
     bucket: Bucket
@@ -453,7 +453,7 @@ def _digest(made: Buckets) -> dict[str, Any]:
     return {"the plan, which `like`, `args` and `to` decide": found.hexdigest()[:16]}
 
 
-def _views(memory: torch.Tensor, listed: list[Run]) -> list[torch.Tensor]:
+def _views(memory: torch.Tensor, listed: list[ViewRun]) -> list[torch.Tensor]:
     """Returns the views of all runs in the order of their numbers."""
     if len(listed) == 1:
         return list(listed[0].views(memory))

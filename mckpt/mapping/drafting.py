@@ -42,7 +42,7 @@ _MOST = 12  # tensors and config keys of which nothing is known are listed up to
 Shape = tuple[int, ...]
 
 
-class _Names(NamedTuple):
+class _StoredNames(NamedTuple):
     """The stored names of a family, as its file writes them."""
 
     family: MappingFile
@@ -119,7 +119,7 @@ class _Wrapper(NamedTuple):
 
 
 def _unwrapped(
-    known: list[_Names], shapes: Mapping[str, Shape]
+    known: list[_StoredNames], shapes: Mapping[str, Shape]
 ) -> tuple[_Wrapper, dict[str, Shape]]:
     """Returns the parts around a text model, and the text model's shapes under the names of the
     family that has most of them. All other tensors, such as those of a vision tower, are carried.
@@ -149,7 +149,7 @@ def _template(name: str) -> str:
     return _NUMBER.sub(lambda found: next(indices, found[0]), name)
 
 
-def _names_of(family: MappingFile) -> _Names:
+def _names_of(family: MappingFile) -> _StoredNames:
     root, entries = inherited(family), dict[tuple[str, str], dict[str, tuple[list[str], str]]]()
     scopes = [("", "", root.get("tensors") or Node())]
     for prefix, block in (root.get("blocks") or Node()).items():
@@ -162,11 +162,11 @@ def _names_of(family: MappingFile) -> _Names:
                 for stored, one in expand(key, spec):
                     of = [o[1:] if o.startswith("/") else logical + o for o in one["of"]]
                     stored_names.setdefault(prefix + stored, (of, one.get("pack", "one")))
-    return _Names(family, entries)
+    return _StoredNames(family, entries)
 
 
 def _score(
-    known: _Names, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None = None
+    known: _StoredNames, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None = None
 ) -> float:
     """Names in common count. Names that the family needs, for this config if it can read it, and
     that the model does not have, and values that it refuses, count against it a little.
@@ -243,7 +243,7 @@ def _switched_off(gone: Iterable[str], kept: Iterable[str], dims: Dims | None) -
     return sorted(name for name in found if dims is not None and dims[name])
 
 
-def _read_elsewhere(key: str, dialect: str, known: list[_Names]) -> Iterator[str]:
+def _read_elsewhere(key: str, dialect: str, known: list[_StoredNames]) -> Iterator[str]:
     """Yields the lines by which other families read a key of config.json, those of the families
     that are extended most often first.
     """
@@ -263,7 +263,7 @@ def _read_elsewhere(key: str, dialect: str, known: list[_Names]) -> Iterator[str
 
 
 def _config_lines(
-    family: MappingFile, known: list[_Names], config: Mapping[str, Any], problems: list[str]
+    family: MappingFile, known: list[_StoredNames], config: Mapping[str, Any], problems: list[str]
 ) -> Iterator[str]:
     for problem in problems:
         yield f"# {MARK} {problem.removeprefix('config.json: ')}"
@@ -292,7 +292,7 @@ def _config_lines(
 
 
 def _tensor_lines(
-    base: _Names, known: list[_Names], shapes: Mapping[str, Shape], dims: Dims | None
+    base: _StoredNames, known: list[_StoredNames], shapes: Mapping[str, Shape], dims: Dims | None
 ) -> tuple[list[str], set[str]]:
     """Returns the rules that differ from the base family, block by block, and the logical tensors
     that the base family has and the draft does not.
@@ -345,7 +345,9 @@ def _tensor_lines(
     return out, gone_for_good
 
 
-def _missing(base: _Names, shapes: Mapping[str, Shape], dims: Dims | None) -> dict[str, list[str]]:
+def _missing(
+    base: _StoredNames, shapes: Mapping[str, Shape], dims: Dims | None
+) -> dict[str, list[str]]:
     """Returns the names that the family needs and the model lacks, with their logical tensors."""
     needed = (_needed(base.family, dims) if dims is not None else None) or base.names()
     known = {name: of for entry in base.entries.values() for name, (of, _) in entry.items()}

@@ -28,7 +28,7 @@ _ITEM = 4  # steps for an item of a list that a comprehension makes: its memory,
 _SIZED = (str, list, tuple, dict, range)
 
 
-class _Steps:
+class _StepsLeft:
     """The steps that are left to one evaluation."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Steps:
         return value
 
 
-_Value = Callable[[Mapping[str, Any], _Steps], Any]  # of a scope
+_Value = Callable[[Mapping[str, Any], _StepsLeft], Any]  # of a scope
 
 
 def _times(a: Any, b: Any) -> Any:
@@ -195,7 +195,7 @@ class Expression:
 
         `config.some_key` reads a dict; it is None if the dict lacks the key.
         """
-        steps = _Steps()
+        steps = _StepsLeft()
         try:
             value = _parsed(self.text)[0](scope, steps)
             if isinstance(value, _SIZED):
@@ -323,14 +323,14 @@ def _operator(known: Mapping[type, Callable[..., Any]], node: ast.AST) -> Callab
     return found
 
 
-def _named(name: str, scope: Mapping[str, Any], steps: _Steps) -> Any:
+def _named(name: str, scope: Mapping[str, Any], steps: _StepsLeft) -> Any:
     try:
         return scope[name]
     except KeyError:
         raise ExpressionError(f"{name} is not known here") from None
 
 
-def _either(parts: list[_Value], all_of: bool, scope: Mapping[str, Any], steps: _Steps) -> Any:
+def _either(parts: list[_Value], all_of: bool, scope: Mapping[str, Any], steps: _StepsLeft) -> Any:
     """Returns the first part that decides, or the last."""
     value: Any = None
     for part in parts:
@@ -344,7 +344,7 @@ def _compare(
     first: _Value,
     rest: list[tuple[Callable[[Any, Any], Any], _Value]],
     scope: Mapping[str, Any],
-    steps: _Steps,
+    steps: _StepsLeft,
 ) -> bool:
     left = first(scope, steps)
     for compare, part in rest:
@@ -358,7 +358,7 @@ def _compare(
     return True
 
 
-def _called(name: str, arguments: list[_Value], scope: Mapping[str, Any], steps: _Steps) -> Any:
+def _called(name: str, arguments: list[_Value], scope: Mapping[str, Any], steps: _StepsLeft) -> Any:
     values = [argument(scope, steps) for argument in arguments]
     if name in _AT_ONCE:
         return _AT_ONCE[name](*values)
@@ -374,7 +374,7 @@ def _listed(
     element: _Value,
     cost: int,
     scope: Mapping[str, Any],
-    steps: _Steps,
+    steps: _StepsLeft,
 ) -> list[Any]:
     own: dict[str, Any] = {}
     outer: Any = scope  # ChainMap wants scopes to write in, and none is written

@@ -24,8 +24,8 @@ from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.forms import (
     ABSENT,
     OUTER,
-    Form,
     LazyScope,
+    NameForm,
     equal,
     lookup,
     major_minor,
@@ -135,7 +135,7 @@ class MappingFile(Struct, frozen=True):
     objects: tuple[Rule, ...]
     inside: str = ""  # the key of config.json under which the text model's keys are
     # by name, of a model that contains a text model; the first one is the one to write
-    forms: Mapping[str, Form] = {}
+    forms: Mapping[str, NameForm] = {}
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
     specs: tuple[str, ...] = ()  # of a dialect: names in run_config.yaml that only it has
@@ -184,9 +184,13 @@ class MappingFile(Struct, frozen=True):
 
     # ---- tensors
 
-    def form(self, scope: Mapping[str, Any]) -> Form:
+    def form(self, scope: Mapping[str, Any]) -> NameForm:
         """Returns the form that the choice `form` in a scope names; the first one without it."""
-        return self.forms[scope.get("form", next(iter(self.forms)))] if self.forms else Form({}, ())
+        return (
+            self.forms[scope.get("form", next(iter(self.forms)))]
+            if self.forms
+            else NameForm({}, ())
+        )
 
     def stored_as(self, key: str) -> set[str]:
         """Returns the stored keys that a key of the rules may have, one for each form."""

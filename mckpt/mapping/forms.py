@@ -79,7 +79,7 @@ def major_minor(text: str) -> list[int]:
 OUTER = "/"  # starts a key of the whole config.json, not of the text model's part
 
 
-class Form(NamedTuple):
+class NameForm(NamedTuple):
     """One way in which files name the tensors of a family."""
 
     names: dict[str, str]  # start of a key in the family's rules -> start of the stored key
@@ -105,7 +105,7 @@ class Form(NamedTuple):
         return [p for p in self.carried if not any(map(_compiled(p).fullmatch, known))]
 
 
-def is_part(forms: Mapping[str, Form]) -> bool:
+def is_part(forms: Mapping[str, NameForm]) -> bool:
     """Returns whether the family is the text model of a larger one, whose other tensors are
     carried.
     """
@@ -161,7 +161,7 @@ def whole(keys: Mapping[str, Any], inside: str) -> dict[str, Any]:
     return {**outer, inside: {k: v for k, v in keys.items() if not k.startswith(OUTER)}}
 
 
-def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
+def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, NameForm]]:
     """Yields the entries of `forms`; adds errors to `problems`."""
     forms = root.get("forms") or Node()
     for name, form in forms.items():
@@ -176,4 +176,4 @@ def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
                 f" `carried`, a list of patterns, or both, not {form!r}"
             )
             continue
-        yield name, Form(dict(names), tuple(carried))
+        yield name, NameForm(dict(names), tuple(carried))

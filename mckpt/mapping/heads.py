@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from mckpt.errors import MappingError
 from mckpt.mapping.file import MappingFile
-from mckpt.mapping.forms import Form
+from mckpt.mapping.forms import NameForm
 from mckpt.mapping.nodes import FOLDER, digest_of, parse
 
 CAUSAL = "ForCausalLM"
@@ -37,7 +37,7 @@ def decoder_of(architecture: str) -> str:
 def is_of_head(key: str) -> bool:
     """Returns whether a stored key is that of a tensor of a head, which is carried unchanged."""
     heads = (head for kinds in _heads()[0].values() for head in kinds.values())
-    return any(Form({}, tuple(head.get("carried") or ())).carries(key) for head in heads)
+    return any(NameForm({}, tuple(head.get("carried") or ())).carries(key) for head in heads)
 
 
 def with_head(
@@ -94,7 +94,7 @@ def _around(
         digest=digest_of(family.digest + digest),
         architectures=(architecture,),
         dims=dims,
-        forms={name: Form(dict(head.get("names") or {}), tuple(head.get("carried") or ()))},
+        forms={name: NameForm(dict(head.get("names") or {}), tuple(head.get("carried") or ()))},
         inert=inert,
         notes=tuple(notes),
         head=name,

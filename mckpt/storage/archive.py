@@ -98,7 +98,7 @@ class Archive:
                     " nothing writes there"
                 )
             nbytes, at = max(0, min(nbytes, self.objects[name].size - at)), self.places[name] + at
-            with _File(self.tar) as file:
+            with _OpenFile(self.tar) as file:
                 fetched = descriptors.fetch(file.fd, nbytes, at)
                 if fetched is not None:
                     return fetched
@@ -114,7 +114,7 @@ class Archive:
         raise UsageError(f"{self.path}: is an archive, which mckpt only reads")
 
 
-class _File(io.RawIOBase):
+class _OpenFile(io.RawIOBase):
     """A file of this machine or of a sparse copy, open for reading."""
 
     def __init__(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class _File(io.RawIOBase):
         super().close()
 
 
-class _Member(tarfile.TarInfo):
+class _TarMember(tarfile.TarInfo):
     """A header of a tar file. tarfile calls `_proc_member` for each, and says in its source that
     subclasses may override it.
     """
@@ -188,7 +188,7 @@ class _Member(tarfile.TarInfo):
 class _Tar(tarfile.TarFile):
     """A tar file whose headers are bounded."""
 
-    tarinfo = _Member
+    tarinfo = _TarMember
     nested = 0  # headers of long names that precede the member that is read
 
 
@@ -197,7 +197,7 @@ class _BadHeader(Exception):
 
 
 def _is_compressed(path: Path) -> bool:
-    with _File(path) as file:
+    with _OpenFile(path) as file:
         return file.read(len(_GZIP)) == _GZIP
 
 
@@ -215,7 +215,7 @@ def _members(tar: Path, shown: Path) -> tuple[dict[str, int], dict[str, int]]:
     sizes: dict[str, int] = {}
     cure = "copy it again"
     try:
-        with _File(tar) as file, _Tar.open(fileobj=file, mode="r:") as opened:
+        with _OpenFile(tar) as file, _Tar.open(fileobj=file, mode="r:") as opened:
             for member in opened:
                 if member.size < 0:  # of a header for long names
                     raise _BadHeader(f"{member.name[:80]!r} has {member.size:,} bytes")
@@ -257,7 +257,7 @@ def _unpacked(path: Path) -> Path:
 
     tar = sparse_copy.temporary() / path.with_suffix(".tar").name
     try:
-        with _File(path) as file, igzip.open(file, "rb") as source, open(tar, "wb") as out:
+        with _OpenFile(path) as file, igzip.open(file, "rb") as source, open(tar, "wb") as out:
             room = _ROOM + _RATIO * file.size
             while block := source.read(_COPY):
                 if (room := room - len(block)) < 0:

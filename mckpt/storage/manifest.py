@@ -31,14 +31,14 @@ class _Mapping(TypedDict, total=False):
     logical: str  # digest of logical.yaml
 
 
-class _MappingFile(TypedDict):
+class _UserMapping(TypedDict):
     """A family file of the user."""
 
     name: str
     digest: str
 
 
-class _Source(TypedDict, total=False):
+class _SourceFacts(TypedDict, total=False):
     format: str
     layout: str  # digest of the places of its tensors
     mapping: _Mapping
@@ -50,10 +50,10 @@ class Facts(TypedDict, total=False):
     """The entries of a manifest that decide the output, without time, host or path."""
 
     mckpt: str  # version
-    source: _Source
+    source: _SourceFacts
     mapping: _Mapping  # of the target
     family: str  # named by the user
-    mapping_file: _MappingFile
+    mapping_file: _UserMapping
     form: str | None
     dims: dict[str, Any]
     format: str

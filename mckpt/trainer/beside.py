@@ -22,7 +22,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import load
 
 
-class Part(NamedTuple):
+class FactorShards(NamedTuple):
     """The factors of one weight of a linear on this rank, as shards of the stored tensors.
 
     b has two shards if the rows of this rank are two parts of the stored rows.
@@ -40,7 +40,7 @@ class Linear(NamedTuple):
     module: Any
     is_cut: bool  # in columns, over the tensor-parallel ranks
     is_gated: bool  # packs gate and up; else q, k and v, if it has canonical adapters
-    parts: list[Part]
+    parts: list[FactorShards]
 
 
 def attach(chunks: list[Any], adapter: Mapping[str, Any]) -> list[str]:
@@ -145,7 +145,7 @@ def _linears(
                     raise SourceError(f"{b}: is missing, and {_key(stem, names, part, 'a')} is not")
                 magnitude = f"{stem}.{names['module']}.{names['magnitude']}"
                 parts.append(
-                    Part(
+                    FactorShards(
                         part,
                         _shard(stored, _key(stem, names, part, "a"), front, (0, 1), (column, cuts)),
                         [_shard(stored, b, front, row, (0, 1)) for row in own],

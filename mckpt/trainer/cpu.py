@@ -21,13 +21,13 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 
-class _Stream:
+class _FinishedStream:
     """A stream or event that has always finished, because CPU work is done when a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record_event(self, *args: Any, **kwargs: Any) -> _Stream:
+    def record_event(self, *args: Any, **kwargs: Any) -> _FinishedStream:
         return self
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
@@ -193,15 +193,15 @@ def install() -> None:
         return
     # compiling one of Megatron's small functions takes half a minute and a C++ compiler
     torch.compiler.set_stance("force_eager")
-    stream = _Stream()
+    stream = _FinishedStream()
     shims: dict[str, Any] = {
         # megatron-core allocates nearly every buffer on this device
         "current_device": lambda: torch.device("cpu"),
         # dist_checkpointing calls it before it writes
         "synchronize": lambda *args, **kwargs: None,
         # the alltoall dispatcher of experts moves its split sizes to the host on a side stream
-        "Stream": _Stream,
-        "Event": _Stream,
+        "Stream": _FinishedStream,
+        "Event": _FinishedStream,
         "current_stream": lambda *args, **kwargs: stream,
         "stream": lambda *args, **kwargs: contextlib.nullcontext(),
         # The seeds of megatron-core's generators are kept, so that a GPU can resume a checkpoint

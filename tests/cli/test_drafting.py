@@ -12,7 +12,7 @@ import mckpt
 from mckpt.checkpoint.inspection import stored_model
 from mckpt.errors import MappingError
 from mckpt.mapping.drafting import draft
-from mckpt.mapping.forms import Form
+from mckpt.mapping.forms import NameForm
 from mckpt.options import SourceOptions
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
@@ -201,7 +201,7 @@ def test_a_draft_carries_what_is_around_a_text_model(
     names: dict[str, str], carried: list[str], tmp_path: Path
 ) -> None:
     plain = tiny.config("qwen3")
-    form = Form(names, ())
+    form = NameForm(names, ())
     arrays = {form.rename(name): array for name, array in tiny.tensors(plain).items()}
     arrays |= {name: np.ones(3, np.float32) for name in carried}
     model = tmp_path / "model"

@@ -24,7 +24,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.live import buckets, loading
 from mckpt.live import model as live_model
 from mckpt.live.memory import Part, Weight
-from mckpt.live.model import OpenedModel, Ranks
+from mckpt.live.model import OpenedModel, RankParts
 from mckpt.live.optimizer import State, parts_of
 from mckpt.live.steps import Steps, View, even_rooms, runs
 from mckpt.options import SourceOptions, TargetOptions
@@ -58,7 +58,7 @@ def parts(dist_dir: Path) -> list[list[Part]]:
 
 
 def model(root: Path, held: list[list[Part]], like: Path, own: int | None = None) -> Checkpoint:
-    opened = OpenedModel(Ranks(root, held, own), Parallel(tp=WORLD), None)
+    opened = OpenedModel(RankParts(root, held, own), Parallel(tp=WORLD), None)
     files = CheckpointFiles(root, SourceOptions(like=like), None, opened)
     return Checkpoint(files, ModelDescription(files))
 
@@ -120,7 +120,7 @@ def test_ranks_must_hold_parts_of_one_model(dist_dir: Path, tmp_path: Path) -> N
     held = parts(dist_dir)
     held[1][0] = held[1][0]._replace(dtype="float32")
     with pytest.raises(SourceError, match="the ranks do not hold parts of one model"):
-        Ranks(tmp_path, held, None)
+        RankParts(tmp_path, held, None)
 
 
 def test_a_range_of_a_parameter_is_a_few_boxes_of_its_state() -> None:

@@ -83,7 +83,7 @@ def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.M
     monkeypatch.setattr(
         rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=120)
     )
-    with terminal.Line("writing") as line:
+    with terminal.StatusLine("writing") as line:
         line.bar.refresh()
         assert "/?" not in shown.getvalue()
         line(Progress(500, 1000, 1, 2))
@@ -106,7 +106,7 @@ def test_a_narrow_terminal_keeps_the_numbers(
         rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=width)
     )
     monkeypatch.setattr(terminal, "resident", lambda: 12_345 << 20)
-    with terminal.Line("comparing") as line:
+    with terminal.StatusLine("comparing") as line:
         line(Progress(12_300_000_000, 123_400_000_000, 1234, 1234))
         shown.truncate(0)
         line.bar.refresh()

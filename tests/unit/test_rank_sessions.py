@@ -13,7 +13,7 @@ import pytest
 
 from mckpt import errors
 from mckpt.execute import ranks
-from mckpt.execute.ranks import Gone, Lines, Ranks, Session
+from mckpt.execute.ranks import Gone, RankLines, Ranks, Session
 from tests.helpers.commands import good, mckpt, refused
 
 LAUNCHERS = [
@@ -144,7 +144,7 @@ def test_an_error_is_not_replaced_by_a_line_that_was_on_its_way(
     monkeypatch.setattr(ranks, "BEAT_S", 0.01)
     reads, read = threading.Event(), threading.Event()
 
-    class Slow(Lines):
+    class Slow(RankLines):
         def belong_to(self, run: str) -> bool:
             if threading.current_thread().name == "ranks":
                 reads.set()

@@ -49,7 +49,7 @@ def detect(path: Path) -> bool:
     return has_keys(path, MODEL) and not has_keys(path, f"{MODEL}module.")
 
 
-class Slot(NamedTuple):
+class OptimizerSlot(NamedTuple):
     """The place of one parameter in an optimizer."""
 
     shape: tuple[int, ...]
@@ -195,7 +195,7 @@ class TorchDcp:
                 stored += self.directory.stored(named[-1:], names, problems, listed(own))
         return Layout(self.directory.paths, stored, shapes_of(named, names.scope()))
 
-    def _slots(self) -> list[list[Slot]]:
+    def _slots(self) -> list[list[OptimizerSlot]]:
         """Returns the places of each group's parameters, in the order of the group."""
         states: dict[int, dict[str, str]] = {}
         masters: dict[tuple[int, int], str] = {}
@@ -213,7 +213,7 @@ class TorchDcp:
                     keys[MASTER] = masters[g, i]
                     left.discard((g, i))
                 shapes = [self.metadata.tensors[key][1] for key in keys.values()]
-                slots.append(Slot(shapes[0] if shapes else (), keys))
+                slots.append(OptimizerSlot(shapes[0] if shapes else (), keys))
             out.append(slots)
         if states or left:
             raise SourceError(
@@ -238,7 +238,9 @@ class TorchDcp:
                 )
         return [out[number] for number in sorted(out)]
 
-    def _assigned(self, names: Names, groups: list[list[Slot]], problems: Problems) -> States:
+    def _assigned(
+        self, names: Names, groups: list[list[OptimizerSlot]], problems: Problems
+    ) -> States:
         """Returns the states of each weight. The plan's comparison of master copies with weights
         proves the result.
         """

@@ -47,7 +47,7 @@ FILE_BYTES = 256 << 20
 MAX_FILES = 128
 
 
-class _Part(NamedTuple):
+class _Region(NamedTuple):
     """One region of a rule's tensor: a chunk of it for each layer and expert, all of one shape."""
 
     bound: Bound
@@ -57,7 +57,7 @@ class _Part(NamedTuple):
     container: torch_file.TorchFile  # of one chunk
 
 
-class _Placed(NamedTuple):
+class _PlacedChunks(NamedTuple):
     """Chunks and their places, in the order of the files: parallel arrays, one entry a chunk."""
 
     part: np.ndarray  # the number of its part
@@ -66,9 +66,9 @@ class _Placed(NamedTuple):
     file: np.ndarray
     at: np.ndarray  # the byte of the file at which its item begins
 
-    def of_part(self, number: int) -> _Placed:
+    def of_part(self, number: int) -> _PlacedChunks:
         rows = np.flatnonzero(self.part == number)
-        return _Placed(*(column[rows] for column in self))
+        return _PlacedChunks(*(column[rows] for column in self))
 
 
 def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
@@ -117,7 +117,7 @@ def _bound(request: MegatronRequest) -> list[Bound]:
 
 def _parts(
     request: MegatronRequest, bound: list[Bound]
-) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Part]]:
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Region]]:
     """The dtype and shape of each stored tensor, by key; and the parts that all rules are cut into.
 
     UsageError if two rules with one key have different dtypes.
@@ -140,16 +140,16 @@ def _parts(
                 containers[dtype, shape] = torch_file.lay_out(
                     safe_pickle.tensor(dtype, shape, "0"), "archive"
                 )
-            parts.append(_Part(b, region, dtype, shape, containers[dtype, shape]))
+            parts.append(_Region(b, region, dtype, shape, containers[dtype, shape]))
     return tensors, parts
 
 
-def _place(parts: list[_Part], num_layers: int) -> tuple[_Placed, list[int]]:
+def _place(parts: list[_Region], num_layers: int) -> tuple[_PlacedChunks, list[int]]:
     """Places the chunks of all parts, layer by layer; also returns the cuts between files."""
     number, layer, expert = in_file_order([part.bound for part in parts], num_layers)
     sizes = np.array([part.container.size for part in parts], "i8")[number]
     file, at, cuts = _in_files(sizes)
-    return _Placed(number, layer, expert, file, at), cuts
+    return _PlacedChunks(number, layer, expert, file, at), cuts
 
 
 def in_file_order(bound: list[Bound], num_layers: int) -> np.ndarray:
@@ -164,7 +164,7 @@ def in_file_order(bound: list[Bound], num_layers: int) -> np.ndarray:
     return every[1:, np.argsort(every[0], kind="stable")]
 
 
-def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
+def _indexed(part: _Region, own: _PlacedChunks) -> tuple[list[Chunks], Items]:
     """Returns the chunks of one part as `.metadata` lists them, by key, and their items."""
     b = part.bound
     index = {"layer": b.places(own.layer), "expert": own.expert}
@@ -186,7 +186,7 @@ def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
     return chunks, Items(keys, number, offsets, own.file, own.at, part.container.size)
 
 
-def _stored(request: MegatronRequest, part: _Part, own: _Placed) -> Stored:
+def _stored(request: MegatronRequest, part: _Region, own: _PlacedChunks) -> Stored:
     """Returns the chunks of one part as boxes of logical tensors."""
     rule = part.bound.rule
     whole = packed(rule, request.names.scope(), request.padded_vocab_size)
@@ -208,8 +208,8 @@ def _objects(request: MegatronRequest) -> list[tuple[torch_file.TorchFile, list[
 
 def _data_files(
     names: list[str],
-    parts: list[_Part],
-    placed: _Placed,
+    parts: list[_Region],
+    placed: _PlacedChunks,
     cuts: list[int],
     objects: list[tuple[torch_file.TorchFile, list[str]]],
 ) -> tuple[list[Items], list[TargetFile]]:

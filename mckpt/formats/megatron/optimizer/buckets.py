@@ -97,7 +97,7 @@ class StateKind(NamedTuple):
         return cls(key, state, shape, state_pieces(pieces, state), replica)
 
 
-class Placed(NamedTuple):
+class PlacedParameter(NamedTuple):
     """A parameter and its place in a bucket."""
 
     parameter: Parameter
@@ -114,7 +114,7 @@ class Buffer(NamedTuple):
 
     chunk: int  # virtual stage
     dtype: str
-    placed: tuple[Placed, ...]  # in the order of the buffer
+    placed: tuple[PlacedParameter, ...]  # in the order of the buffer
     numels: tuple[int, ...]  # of each bucket, without the padding of its end
 
     def start(self, bucket: int, step: int | None = None) -> int:
@@ -184,7 +184,7 @@ def lay_out(
     dtypes = list(dict.fromkeys(p.dtype for p in registered))
     out = []
     for dtype in dtypes:
-        placed: list[Placed] = []
+        placed: list[PlacedParameter] = []
         numels: list[int] = []
         at = 0  # in the bucket
 
@@ -193,7 +193,7 @@ def lay_out(
             if p.alone and at:
                 numels.append(at)
                 at = 0
-            placed.append(Placed(p, len(numels), at))
+            placed.append(PlacedParameter(p, len(numels), at))
             at += p.numel
             if p.alone or (bucket_size is not None and at >= bucket_size):
                 numels.append(at)

@@ -45,7 +45,7 @@ _GROUP = pattern(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+
 _BUCKET = pattern(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_(\d+)\.(\w+)")
 
 
-class Place(NamedTuple):
+class BucketName(NamedTuple):
     """The name of one bucket's state: of which optimizer, rank, buffer and bucket."""
 
     chain: int
@@ -66,7 +66,7 @@ class Extent(NamedTuple):
     at: int  # byte of the file
 
 
-Extents = dict[Place, list[Extent]]
+Extents = dict[BucketName, list[Extent]]
 _Key = tuple[int, int, int, str]  # optimizer, dp_group_idx, gbuf_idx and dtype of a buffer
 
 
@@ -80,12 +80,12 @@ def group_of(key: str) -> tuple[int, int, str] | None:
     return None if found is None else (int(found[1] or 0), int(found[2]), found[3])
 
 
-def place_of(key: str) -> Place | None:
+def place_of(key: str) -> BucketName | None:
     """Returns the bucket that a key of dp_reshardable names."""
     if (outer := group_of(key)) is None or (inner := _BUCKET.fullmatch(outer[2])) is None:
         return None
     state = MASTER if inner[4] in MASTER_KEYS else inner[4]
-    return Place(outer[0], outer[1], int(inner[1]), inner[2], int(inner[3]), state)
+    return BucketName(outer[0], outer[1], int(inner[1]), inner[2], int(inner[3]), state)
 
 
 def buffers(value: Any, data: Ranges, file: int, chain: int, number: int) -> Extents:
@@ -102,7 +102,7 @@ def buffers(value: Any, data: Ranges, file: int, chain: int, number: int) -> Ext
                     if (view := safe_pickle.as_tensor(record)) is not None:
                         entry = entry_of(view, data, file)
                         state = MASTER if name in MASTER_KEYS else name
-                        place = Place(chain, number, chunk, dtypes[0].name, 0, state)
+                        place = BucketName(chain, number, chunk, dtypes[0].name, 0, state)
                         out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
     except _MISBUILT as e:
         raise _misbuilt("param_state", chain, e) from None
@@ -198,7 +198,7 @@ def layout(
     return Layout(files, stored, {name: shape for name, shape in shapes.items() if name in used})
 
 
-class _Part(NamedTuple):
+class _ExtentPart(NamedTuple):
     """A range of a parameter that lies in one extent."""
 
     parameter: Parameter
@@ -215,7 +215,7 @@ def _parts(
     buckets: dict[int, list[Extent]],
     where: str,
     problems: Problems,
-) -> Iterator[_Part]:
+) -> Iterator[_ExtentPart]:
     """Yields the ranges of all parameters of one state of a buffer."""
     numels = [max(e.high for e in buckets[k]) for k in sorted(buckets)]
     starts = places([p.parameter.numel for p in buffer.placed], numels)
@@ -235,7 +235,7 @@ def _parts(
                 low, high = max(begin, e.low), min(end, e.high)
                 if low < high:
                     at = e.at + (low - e.low) * itemsize(e.dtype)
-                    yield _Part(parameter, low - begin, high - begin, e.dtype, e.file, at)
+                    yield _ExtentPart(parameter, low - begin, high - begin, e.dtype, e.file, at)
 
 
 def places(numels: Iterable[int], buckets: list[int]) -> list[tuple[int, int]] | None:

@@ -37,7 +37,7 @@ from mckpt.formats.megatron.optimizer.state import (
 from mckpt.formats.megatron.optimizer.torch_reading import (
     KEYS,
     Contents,
-    Parameter,
+    ModelParameter,
     Source,
     StateBuffer,
     found_in,
@@ -52,10 +52,10 @@ _NAME = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 Files = dict[str, list[int]]  # of each directory: the data-parallel ranks that have a file there
 
 
-class _Place(NamedTuple):
+class _KeptParameter(NamedTuple):
     """A parameter, and where the optimizers keep it."""
 
-    parameter: Parameter
+    parameter: ModelParameter
     link: int
     group: int
     expert: bool  # whether it is dealt out among expert-data-parallel ranks
@@ -213,8 +213,8 @@ def _combined(files: list[Contents]) -> list[Any]:
 
 
 def _placed(
-    parameters: list[Parameter], groups: list[list[dict[str, Any]]], chain: list[Link]
-) -> list[_Place]:
+    parameters: list[ModelParameter], groups: list[list[dict[str, Any]]], chain: list[Link]
+) -> list[_KeptParameter]:
     """Returns the parameters of a rank before they are dealt out: those of each group of each
     optimizer, in the order of their registration.
     """
@@ -229,20 +229,20 @@ def _placed(
                     (bool(g.get("is_expert_parallel")) != expert, decays(g) == undecayed, number)
                     for number, g in enumerate(own)
                 ]
-                out.append(_Place(p, link, min(fits)[2], expert))
+                out.append(_KeptParameter(p, link, min(fits)[2], expert))
     return sorted(out, key=lambda place: (place.link, place.group))
 
 
 def _mine(
-    listed: list[_Place], parallel: Parallel, tp: int, number: int, num_ranks: int
-) -> list[_Place]:
+    listed: list[_KeptParameter], parallel: Parallel, tp: int, number: int, num_ranks: int
+) -> list[_KeptParameter]:
     """Returns the parameters of one data-parallel rank in the order of its groups. With several
     ranks, this is the order of their sizes.
     """
     if num_ranks == 1:
         return listed
     num_experts = num_ranks * parallel.tp // (parallel.expert_tp * parallel.ep)
-    mine: list[_Place] = []
+    mine: list[_KeptParameter] = []
     for expert, ranks, rank in (
         (False, num_ranks, number),
         (True, num_experts, expert_rank(parallel, tp, number)[1]),
@@ -255,7 +255,9 @@ def _mine(
     return mine
 
 
-def _found(contents: Contents, mine: list[_Place], problems: Problems) -> Iterator[StateBuffer]:
+def _found(
+    contents: Contents, mine: list[_KeptParameter], problems: Problems
+) -> Iterator[StateBuffer]:
     """Yields the states of the parameters of one rank."""
     for link, one in enumerate(contents.value):
         inner = one["optimizer"]

@@ -64,7 +64,7 @@ class Contents(NamedTuple):
     path: str
 
 
-class Parameter(NamedTuple):
+class ModelParameter(NamedTuple):
     """A parameter of one rank, as its `model` has it."""
 
     key: str
@@ -109,7 +109,7 @@ class _Group(NamedTuple):
     # master copies of those parameters that are not fp32; None: FP32Optimizer, which has none
     masters: list[Any] | None
 
-    def following(self, p: Parameter) -> tuple[int, ...] | None:
+    def following(self, p: ModelParameter) -> tuple[int, ...] | None:
         """Returns the shape of the next parameter of the group, which may be `p`; None at the end
         of the group. A parameter in fp32 of an optimizer that has made no step has no tensor.
         """
@@ -126,7 +126,7 @@ class StateBuffer(NamedTuple):
     """The buffer of one state of one parameter."""
 
     state: str
-    parameter: Parameter
+    parameter: ModelParameter
     entry: Entry
 
 
@@ -178,7 +178,9 @@ def read(source: Source, args: Mapping[str, Any]) -> Optimizer | None:
     return Optimizer(form, layout, groups, frozenset(KEYS), scalers)
 
 
-def registered(source: Source, problems: Problems) -> Iterator[tuple[str, list[list[Parameter]]]]:
+def registered(
+    source: Source, problems: Problems
+) -> Iterator[tuple[str, list[list[ModelParameter]]]]:
     """Yields each directory and the parameters of its rank by virtual stage, in the order of their
     registration. A rank with keys of no rule becomes one of `problems`.
     """
@@ -221,11 +223,11 @@ def _has_masters(plain: Any) -> bool:
     return any(isinstance(one, dict) and one.get("fp32_from_fp16_params") for one in chained)
 
 
-def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
+def _parameters(source: Source) -> dict[str, dict[tuple[int, str], ModelParameter]]:
     """Returns every tensor of the model: directory -> (virtual stage, key) -> parameter."""
     names = source.names
     scope = names.scope()
-    out: dict[str, dict[tuple[int, str], Parameter]] = {}
+    out: dict[str, dict[tuple[int, str], ModelParameter]] = {}
     for b in names.bound:
         whole = packed(b.rule, scope, source.padded_vocab_size)
         for shard in shards(b, whole, names.parallel, source.grid):
@@ -233,14 +235,14 @@ def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
                 entry = source.models(directory)[v].get(key)
                 if entry is not None:
                     (experts,) = axes(b, names.parallel, names.dims) or (1,)
-                    parameter = Parameter(key, entry, b, shard, layer, expert, experts)
+                    parameter = ModelParameter(key, entry, b, shard, layer, expert, experts)
                     out.setdefault(directory, {}).setdefault((v, key), parameter)
     return out
 
 
 def _optimizers(
-    path: str, listed: list[Any], parameters: list[list[Parameter]], chain: list[Link]
-) -> Iterator[tuple[Any, list[list[Parameter]]]]:
+    path: str, listed: list[Any], parameters: list[list[ModelParameter]], chain: list[Link]
+) -> Iterator[tuple[Any, list[list[ModelParameter]]]]:
     """Yields each of a rank's optimizers, and its parameters by virtual stage.
 
     chain: of the first rank. Old releases of megatron-core make an optimizer of experts only on
@@ -265,7 +267,7 @@ def _optimizers(
 
 def _flat(
     contents: Contents,
-    parameters: list[list[Parameter]],
+    parameters: list[list[ModelParameter]],
     chain: list[Link],
     source: Source,
     problems: Problems,
@@ -297,7 +299,7 @@ def _flat(
 def _buffer(
     contents: Contents,
     buffer: dict[str, Any],
-    parameters: list[Parameter],
+    parameters: list[ModelParameter],
     what: str,
     source: Source,
     problems: Problems,
@@ -327,8 +329,8 @@ def _buffer(
 
 
 def _trained(
-    parameters: list[Parameter], master: Entry, source: Source, what: str
-) -> list[Parameter]:
+    parameters: list[ModelParameter], master: Entry, source: Source, what: str
+) -> list[ModelParameter]:
     """Returns the parameters in a buffer that lacks some, which the run did not train. Returns all
     if the master copies of no choice fill it. Raises UsageError if those of several do.
     """
@@ -348,7 +350,7 @@ def _trained(
     return one
 
 
-def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int] | None:
+def _starts(parameters: list[ModelParameter], total: int, source: Source) -> list[int] | None:
     """Returns the start of each parameter in a buffer of `total` elements, the last parameter
     first; None if they do not fill it.
     """
@@ -369,7 +371,7 @@ def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int
 
 def _listed(
     contents: Contents,
-    parameters: list[list[Parameter]],
+    parameters: list[list[ModelParameter]],
     chain: list[Link],
     problems: Problems,
 ) -> Iterator[StateBuffer]:
@@ -397,7 +399,7 @@ def _listed(
 
 
 def _grouped(
-    contents: Contents, groups: list[_Group], parameters: list[Parameter], problems: Problems
+    contents: Contents, groups: list[_Group], parameters: list[ModelParameter], problems: Problems
 ) -> Iterator[StateBuffer]:
     """Yields the states of groups, each of which has some of the parameters in their order."""
     decaying = [one.decays for one in groups]
@@ -421,7 +423,9 @@ def _grouped(
         problems.missing(f"{contents.path}: its optimizer has {rest} more states than parameters")
 
 
-def found_in(contents: Contents, p: Parameter, states: dict[str, Any]) -> Iterator[StateBuffer]:
+def found_in(
+    contents: Contents, p: ModelParameter, states: dict[str, Any]
+) -> Iterator[StateBuffer]:
     """Yields the states of one parameter. Raises UsageError for a tensor of another shape, other
     than a count of steps.
     """
