@@ -286,9 +286,9 @@ def test_the_text_config_is_checked_and_the_rest_is_kept(tmp_path: Path) -> None
     config = made_models.config("qwen3_vl")
     kept = write(tmp_path / "kept", "qwen3_vl", strange_vision_key={"a": 1})
     assert mckpt.plan(kept, tmp_path / "out").facts["inexact"] == {}
-    text = config["text_config"] | {"logit_softcap": 30.0}
+    text = config["text_config"] | {"partial_rotary_factor": 0.25}
     strange = write(tmp_path / "strange", "qwen3_vl", text_config=text)
-    with pytest.raises(MappingError, match="--allow-inexact logit_softcap"):
+    with pytest.raises(MappingError, match="--allow-inexact partial_rotary_factor"):
         mckpt.plan(strange, tmp_path / "out")
     flat = write(tmp_path / "flat", "qwen2_vl")
     scaled = made_models.config("qwen2_vl") | {"rope_scaling": {"type": "yarn", "factor": 4.0}}

@@ -321,7 +321,7 @@ def test_args_of_another_shape_fail_without_a_crash(directory: Path, tmp_path: P
         ({"pp": 3}, "pipeline"),
         ({"tp": 3}, "attention heads"),
         ({"level": "train", "cp": 2}, "leave --cp out"),
-        ({"level": "deep"}, "no level"),
+        ({"level": "deep"}, "level is .deep., and must be bytes"),
         ({"device": "cuda"}, "GPUs"),
     ],
 )
