@@ -433,7 +433,7 @@ class RunOptions(Table, frozen=True):
 
 
 class AdapterOptions(Table, frozen=True):
-    """How an adapter (LoRA) of PEFT is read, and written for Megatron."""
+    """Options for reading an adapter (LoRA) of PEFT and for writing it for Megatron."""
 
     how: Literal["fused", "block", "canonical", "swift", "swift-block"] | None = CONVERSION(
         "How linears that pack several weights (q, k and v; gate and up) are adapted. fused: by one"

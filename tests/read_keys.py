@@ -54,8 +54,8 @@ NOT_OF_A_MODEL = re.compile(
 NO_CONFIG = {"processing_utils", "utils", "image_processing_utils", "video_utils", "image_utils"}
 # computed names: get_text_config makes decoder_layers the layers of the decoder
 PATTERNS = {"decoder*", "encoder*"}
-# computed texts that are no names of keys: groups of regular expressions, names of classes,
-# tensors, requests and devices, and the sizes of a DistributedConfig
+# texts that the code computes and that are not names of keys: groups of regular expressions, names
+# of classes, tensors, requests and devices, and the sizes of a DistributedConfig
 NO_KEYS = re.compile(
     r"\**|\*_|g\*|\*b|\*(cpu|cuda)|(class|def|linux|transformers|send|req_)\*|is_\*_available|\*_size"
     r"|\*_(blocks|scales?|scale_inv|enc|precision_config|attention_scaling|max_seq_len_cached)"
@@ -209,7 +209,7 @@ def _names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute):
         yield node.attr
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value.replace("*", " ")  # no pattern: a text is no name with a space
+        yield node.value.replace("*", " ")  # with a space, so that it is not taken for a pattern
     elif isinstance(node, (ast.arg, ast.keyword)):
         yield node.arg or ""
     elif isinstance(node, ast.ClassDef):

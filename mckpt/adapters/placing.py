@@ -21,7 +21,7 @@ EQUAL = "equals the factor A of another weight of its linear, of which Megatron 
 
 
 class Placement(NamedTuple):
-    """How the factors of an adapter lie in a new checkpoint."""
+    """The places that the factors of an adapter have in a new checkpoint."""
 
     how: str  # as AdapterOptions has it
     names: AdapterNames

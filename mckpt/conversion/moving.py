@@ -146,7 +146,7 @@ class Publisher(ABC):
     @property
     @abstractmethod
     def resumes(self) -> bool:
-        """Whether an earlier run of this command may have published its output and not ended."""
+        """True if an earlier run of this command may have been killed after it had published."""
 
     @abstractmethod
     def put(self) -> list[str]:

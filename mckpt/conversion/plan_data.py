@@ -89,7 +89,9 @@ def named_by_user(source: Checkpoint, kept: bool) -> Facts:
 
 @dataclass(frozen=True)
 class Form:
-    """What a source becomes, decided from headers: the names, places and files of its tensors."""
+    """Describes what a source becomes: the names, places and files of its tensors. It is decided
+    from headers.
+    """
 
     source: Checkpoint
     moved: Checkpoint  # whose tensors are read: the source with what the target keeps of it

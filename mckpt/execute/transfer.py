@@ -18,7 +18,7 @@ from mckpt.values.quantisation import WRITTEN, Grid
 
 @dataclass(frozen=True)
 class CopySettings:
-    """How a process copies.
+    """The settings with which a process copies.
 
     max_memory: bytes of the buffers of all threads together.
     threads: 0 means one per core, up to KNEE, or up to KNEE_FLAT if every copy is a plain byte

@@ -1,4 +1,4 @@
-"""`mckpt doctor` prints what is there, and names what is missing and its cure."""
+"""`mckpt doctor` prints what is installed. For what is missing it prints how to install it."""
 
 from __future__ import annotations
 
