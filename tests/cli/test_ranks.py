@@ -43,12 +43,12 @@ j.Journal.write = tells
 FAILS = """
 import mckpt.execute.engine as e, mckpt.errors as x
 def fails(*a): raise x.StorageError("the disk of rank 1")
-e._Run.move = fails
+e._JobState.move = fails
 """
 STAYS = """
 import time, mckpt.execute.engine as e
 def stays(*a): print(flush=True); time.sleep(100)
-e._Run.move = stays
+e._JobState.move = stays
 """
 FULL = """
 import os, types, mckpt.execute.files as e
@@ -58,9 +58,9 @@ e.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)
 # a background job of a shell ignores SIGINT, and its children would do so too
 SLOW = """
 import signal, time, mckpt.execute.engine as e
-move = e._Run.move
+move = e._JobState.move
 def slow(*a): time.sleep(0.2); return move(*a)
-e._Run.move = slow
+e._JobState.move = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 """

@@ -35,13 +35,13 @@ import mckpt.execute.units as u
 u.UNIT, u.SLAB = 32 << 10, 8 << 10
 if "RAY_RAYLET_PID" in os.environ:
     import pathlib, time, mckpt.execute.engine as e
-    place, move = pathlib.Path(__file__).parent, e._Run.move
+    place, move = pathlib.Path(__file__).parent, e._JobState.move
     def slow(self, slab, *rest):
         time.sleep(float((place / "pace").read_text()))
         with open(place / "log", "a") as log:
             log.write(f"{os.environ['RAY_RAYLET_PID']} {slab}\\n")
         return move(self, slab, *rest)
-    e._Run.move = slow
+    e._JobState.move = slow
 """
 
 

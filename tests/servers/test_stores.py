@@ -750,7 +750,7 @@ RANKS = """
 from mckpt.conversion import store_journal as j, to_store as t
 t.GROUP, j.BEAT_S, j.DEAD_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
 """
-DIES = RANKS + "import os; t.Store._send = lambda *a: os._exit(9)"
+DIES = RANKS + "import os; t.StorePublisher._send = lambda *a: os._exit(9)"
 
 
 def ranks(
