@@ -93,7 +93,7 @@ def expect_keys(
     assert {k: v[of_shape] for k, v in ours.items()} == {k: v[of_shape] for k, v in tensors.items()}
     theirs = set(real["torch_dist"]) - set(tensors)
     assert theirs and theirs <= set(stored.objects)
-    assert not objects or set(stored.objects) - theirs == {"common_state/shard_0_1"}
+    assert not objects or set(stored.objects) - {"common_state/shard_0_1"} == theirs
     assert {path.name for path in files.glob("mp_rank_*")} == set(real["torch"])
     for directory, models in real["torch"].items():
         file = torch.load(files / directory / "model_optim_rng.pt", weights_only=False)
