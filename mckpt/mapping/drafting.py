@@ -154,7 +154,9 @@ def _names_of(family: MappingFile) -> _StoredNames:
     scopes = [("", "", root.get("tensors") or Node())]
     for prefix, block in (root.get("blocks") or Node()).items():
         logical = (block or {}).get("is", "")
-        scopes.append((prefix, logical, (block or Node()).get("tensors") or Node()))
+        groups = [root["groups"][name] for name in (block or {}).get("groups") or ()]
+        for node in (*groups, block or Node()):
+            scopes.append((prefix, logical, node.get("tensors") or Node()))
     for prefix, logical, node in scopes:
         for key, value in node.items():
             stored_names = entries.setdefault((prefix, key), {})

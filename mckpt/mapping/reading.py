@@ -31,6 +31,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "architectures": list,
     "model_type": str,
     "defaults": Node,
+    "default_expressions": Node,
     "keys": Node,
     "constants": Node,
     "always": Node,
@@ -100,7 +101,7 @@ _REMOVABLE = ("dims", *_RULES, *_NESTED, "inexact", "refuse")
 # what a file that extends another does not take over from it
 _OWN = (
     *("models", "special", "architectures", "canonical", "default"),
-    *("defaults", "model_type"),
+    *("defaults", "default_expressions", "model_type"),
 )
 # what a conversion supplies to the expressions of a dialect
 _GIVEN = (

@@ -5,6 +5,7 @@ constants: {gated: true}        dims: {gated: {const: true}}
 always: {use_cla: false}        expect: {use_cla: [false]} and also: {use_cla: "False"}
 layers: {RULES}                 blocks: {"model.layers.{layer}.": {tensors: {RULES}}}
 defaults: {n_head: 12}          the default of each dim that has the key
+default_expressions: {n_inner: 4 * hidden_size}   the same, computed from dims
 model_type: gpt2                also: {model_type: "'gpt2'"}
 same_as: {new: old}             new in each list of keys that has old, in expect and in refuse
 """
@@ -56,20 +57,22 @@ def expanded(root: Node) -> Node:
 
 
 def with_defaults(root: Node) -> Node:
-    """Returns a file whose dims have the `defaults` of their keys, and which writes its
-    `model_type`. Raises MappingError for a default of a key that no dim reads.
+    """Returns a file whose dims have the `defaults` and `default_expressions` of their keys, and
+    which writes its `model_type`. Raises MappingError for a default of a key that no dim reads.
     """
-    if not {"defaults", "model_type"} & root.keys():
+    if not {"defaults", "default_expressions", "model_type"} & root.keys():
         return root
-    given, dims, also = _section(root, "defaults"), _section(root, "dims"), _section(root, "also")
-    unread = set(given)
-    for name, spec in dims.items():
-        stated = [key for key in keys_of(spec) if key in given]
-        if stated:
-            unread -= set(stated)
-            dims[name] = {**_long(spec), "default": repr(given[stated[0]])}
-    for key in sorted(unread):
-        raise MappingError(f"{given.lines[key]}: defaults: no dim has the key {key!r}")
+    dims, also = _section(root, "dims"), _section(root, "also")
+    for section, expression in (("defaults", repr), ("default_expressions", str)):
+        given = _section(root, section)
+        unread = set(given)
+        for name, spec in dims.items():
+            stated = [key for key in keys_of(spec) if key in given]
+            if stated:
+                unread -= set(stated)
+                dims[name] = {**_long(spec), "default": expression(given[stated[0]])}
+        for key in sorted(unread):
+            raise MappingError(f"{given.lines[key]}: {section}: no dim has the key {key!r}")
     if "model_type" in root:
         also["model_type"] = repr(root["model_type"])
         also.lines["model_type"] = root.lines["model_type"]
