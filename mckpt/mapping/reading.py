@@ -220,11 +220,25 @@ def refused() -> dict[str, str]:
 
 
 def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]:
+    """Returns the root of a file in the long form, merged with all that it extends, and a digest of
+    their texts.
+    """
     node, digest = parse(path)
+    root, digests = _with_extended(node, path, kind, above)
+    return root, digest_of(digests + digest) if digests else digest
+
+
+def _with_extended(
+    node: Node, path: Path, kind: str, above: tuple[Path, ...] = ()
+) -> tuple[Node, str]:
+    """Returns a root in the long form, merged with all that it extends, and their digests.
+
+    path: the file of the root, beside which the files that it extends may lie.
+    """
     _check_sections(node)
     node = expanded(node)
     merged, digests = Node(), ""
-    for name in _extended(node):
+    for name in extended(node):
         base = path.parent / f"{name}.yaml"
         if not base.is_file():
             base = folder(kind) / f"{name}.yaml"
@@ -238,7 +252,7 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
         for own in _OWN:
             part.pop(own, None)
         merged, digests = merge(merged, part), digests + part_digest
-    return merge(merged, node), digest_of(digests + digest) if digests else digest
+    return merge(merged, node), digests
 
 
 def _useless_nulls(root: Node, sections: Iterable[str] = _REMOVABLE) -> Iterator[str]:
@@ -281,7 +295,7 @@ def _check_sections(node: Node) -> None:
             _shaped(node[key], inner, _INNER[key])
 
 
-def _extended(node: Node) -> list[str]:
+def extended(node: Node) -> list[str]:
     """Returns the names of the files that a file extends; a later one overrides an earlier."""
     if "extends" not in node:
         return []
@@ -342,6 +356,22 @@ def dialect_of(keys: Iterable[str], own: str | None = None, run_config: str = ""
     return max((load("megatron", name, own) for name in known), key=score)
 
 
+def drafted(node: Node, whole: bool = True) -> tuple[MappingFile, Node]:
+    """Returns the family that a root describes, whose file is not written yet, and the root merged
+    with all that it inherits, in the long form. Raises the errors of `load`.
+
+    whole: False for parts, whose nulls may remove entries of other parts.
+    """
+    path = folder("hf") / "draft.yaml"
+    root, _ = _with_extended(node, path, "hf")
+    if whole and (useless := list(_useless_nulls(root))):
+        raise MappingError.of(f"{path}: has mistakes:", useless)
+    for section in () if whole else ("dims", "tensors", "refuse"):
+        for key in [key for key, value in (root.get(section) or {}).items() if value is None]:
+            del root[section][key]
+    return _read(path, root, "", True, inert_keys()), with_second_names(with_defaults(root))
+
+
 def inherited(file: MappingFile) -> Node:
     """Returns the root of a family's YAML, merged with all that it inherits, in the long form."""
     return with_second_names(with_defaults(_inherit(file.path, "hf", ())[0]))
@@ -368,7 +398,7 @@ def to_keep(name: str) -> str:
     """
     path = Path(name)
     node, _ = parse(path)
-    if not any((path.parent / f"{base}.yaml").is_file() for base in _extended(node)):
+    if not any((path.parent / f"{base}.yaml").is_file() for base in extended(node)):
         return path.read_text(encoding="utf-8")
     text = _dump(_inherit(path, "hf", ())[0])
     return f"# {path.name}, merged by mckpt with the files that it extends.\n{text}"

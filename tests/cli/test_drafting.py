@@ -46,13 +46,13 @@ def test_a_draft_converts_a_fork_of_llama(tiny_model: TinyModel, tmp_path: Path)
     fork, file = tmp_path / "fork", tmp_path / "my.yaml"
     write_fork(fork)
     text = good("mappings", "new", fork).out
-    assert "extends: phi3\n" in text and "architectures: [OurForCausalLM]" in text
+    assert "extends: [parts/" in text and "architectures: [OurForCausalLM]" in text
     assert "has the shape of [ q | k | v ]: check the order" in text
     assert ": the shape of layers.{layer}.mlp_norm.weight" in text
     assert len(text.splitlines()) < 60
     file.write_text(text)
     less = tmp_path / "less.yaml"
-    less.write_text(text.replace("      pre_mlp_norm.weight: mlp_norm.weight\n", ""))
+    less.write_text(text.replace("  pre_mlp_norm.weight: mlp_norm.weight\n", ""))
     assert "pre_mlp_norm.weight" in refused(5, args=("mappings", "check", less, fork))
     said = good("mappings", "check", file, fork).out
     assert "every stored tensor has a rule" in said and "`mckpt verify`" in said
@@ -75,7 +75,7 @@ def test_a_draft_takes_rules_of_other_families_by_their_names(tmp_path: Path) ->
     shapes = {name: array.shape for name, array in arrays.items()}
     config = {**tiny.config("llama"), "architectures": ["OurForCausalLM"]}
     text = draft(config, {**shapes, "model.layers.0.block_sparse_moe.gate.weight": (4, 64)}, "here")
-    assert "extends: llama" in text and "another family has this name" in text
+    assert "The nearest family is llama" in text and "another family has this name" in text
     assert "block_sparse_moe.gate.weight: moe.router.weight" in text
 
 
@@ -117,14 +117,14 @@ def test_a_draft_keeps_the_gate_where_only_experts_have_one() -> None:
 def test_a_draft_switches_off_what_the_model_lacks(tmp_path: Path) -> None:
     """Without the norms of q and k, Megatron must not have them: the draft is complete."""
     text = tiny_draft("qwen3-moe", {}, "q_norm", "k_norm")
-    assert "extends: qwen3_moe" in text and "dims:\n  qk_norm: {const: false}\n" in text
+    assert "extends: [parts/plain, " in text and "parts/qk_norm" not in text
     file, config = tmp_path / "draft.yaml", tmp_path / "config.json"
     file.write_text(text)
     tiny.write_json(config, {**tiny.config("qwen3-moe"), "architectures": ["OurForCausalLM"]})
     said = good("mappings", "check", file, "--config", config).out
     assert "each of which has a place in Megatron" in said
     (file := tmp_path / "with.yaml").write_text(
-        text.replace("dims:\n  qk_norm: {const: false}\n", "")
+        text.replace("canonical: false\n", "constants: {qk_norm: true}\n")
     )
     said = refused(4, args=("mappings", "check", file, "--config", config))
     assert "a model without it has `qk_norm: {const: false}` under `dims`" in said
@@ -228,3 +228,57 @@ def test_check_refuses_a_tensor_under_two_keys(tmp_path: Path) -> None:
     tiny.write_json(config, tiny.config("llama"))
     said = refused(4, args=("mappings", "check", file, "--config", config))
     assert "final_norm.weight: in model.norm.weight and in model.other.weight" in said
+
+
+def test_a_draft_knows_the_names_that_many_programs_give() -> None:
+    config = {**tiny.config("llama"), "architectures": ["OurForCausalLM"]}
+    usual = {"gate": "w1", "up": "w3", "down": "w2"}
+    shapes = {name: array.shape for name, array in tiny.tensors(config).items()}
+    for part, word in usual.items():
+        shapes = {
+            name.replace(f"mlp.{part}_proj", f"feed_forward.{word}"): shape
+            for name, shape in shapes.items()
+        }
+    text = draft(config, shapes, "here")
+    for part, word in usual.items():
+        assert f"\n  feed_forward.{word}.weight: mlp.{part}.weight\n" in text
+    assert "square" not in text
+
+
+def test_a_draft_says_which_matrices_may_be_stored_transposed() -> None:
+    """c_fc has a transposed shape; c_proj is square, and no shape tells how it is stored."""
+    config = {**tiny.config("llama"), "architectures": ["OurForCausalLM"]}
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    changed = {"mlp.up_proj": "mlp.c_fc", "self_attn.o_proj": "attn.c_proj"}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, array in tiny.tensors(config).items():
+        for was, now in changed.items():
+            name = name.replace(was, now)
+        shapes[name] = array.shape[::-1] if "c_fc" in name else array.shape
+    text = draft(config, shapes, "here")
+    assert "\n  mlp.c_fc.weight: {of: mlp.up.weight, transposed: true}\n" in text
+    assert "\n  attn.c_proj.weight: attn.o.weight\n" in text
+    words = " ".join(text.replace("#", "").split())
+    assert "The shapes of attn.c_proj.weight are square" in words and "Run `mckpt verify`" in words
+
+
+def test_a_draft_adds_a_part_of_which_the_model_has_all_tensors(tmp_path: Path) -> None:
+    """A Llama with biases and with norms of q and k has the part of Qwen3, and is read at once."""
+    biased = {"architectures": ["OurForCausalLM"], "attention_bias": True, "mlp_bias": True}
+    config = {**tiny.config("llama"), **biased}
+    arrays = dict(tiny.tensors(config))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name in "qk":
+            arrays[f"{at}self_attn.{name}_norm.weight"] = np.ones(head_dim, np.float32)
+        for name in [n for n in arrays if n.startswith(at) and n.endswith("_proj.weight")]:
+            bias = np.ones(len(arrays[name]), np.float32)
+            arrays[name.replace("weight", "bias")] = bias
+    model, file = tmp_path / "model", tmp_path / "my.yaml"
+    model.mkdir()
+    tiny.write_weights(model, arrays)
+    tiny.write_json(model / "config.json", config)
+    file.write_text(text := good("mappings", "new", model).out)
+    assert "parts/qk_norm]" in text and "null" not in text
+    assert "every stored tensor has a rule" in good("mappings", "check", file, model).out
