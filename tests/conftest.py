@@ -13,7 +13,7 @@ import pytest
 
 from mckpt import errors
 from tests.helpers import tiny
-from tests.helpers.commands import good, hf
+from tests.helpers.commands import good
 from tests.helpers.tiny import TinyModel
 
 # The models are tiny, and two processes share the cores: threads of torch only wait for each other.
@@ -136,15 +136,6 @@ def dist_dir(tmp_path_factory: pytest.TempPathFactory, src: Path) -> Path:
     root = tmp_path_factory.mktemp("dist") / "ckpt"
     good("hf-to-megatron", src, root)
     return root
-
-
-@pytest.fixture(scope="session")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, src: Path, torch_dir: Path, dist_dir: Path
-) -> dict[str, Path]:
-    """One checkpoint of each format, to be copied and damaged."""
-    many = hf(tmp_path_factory.mktemp("many") / "hf", max_shard_size=120_000)
-    return {"one": src, "many": many, "torch": torch_dir, "dist": dist_dir}
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@
 A record contains, for each run of a command, its exit code and, where it succeeded, the SHA-256 of
 every file that it wrote; the whole of `plan --json`; and the text of each refusal. Everything runs
 in a process for each core of this machine: all families of fixtures/ in both directions, formats,
-sizes, optimizer state, adapters, an S3 server on loopback, a model on gloo, damaged checkpoints,
-damaged configs and wrong options. Of mckpt.json, the digests of mapping files and the state of the
-source are left out.
+sizes, optimizer state, adapters, an S3 server on loopback, a model on gloo, the rows of
+tests/refusals.py, damaged configs and wrong options. Of mckpt.json, the digests of mapping files
+and the state of the source are left out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from mckpt.geometry.parallel import Parallel
 from tests.helpers import lora, tiny
 from tests.helpers.commands import ROOT, mckpt
 from tests.helpers.tiny import FIXTURES
+from tests.refusals import ROWS, Sources
 
 Runs = dict[str, dict[str, Any]]
 PROCESSES = len(os.sched_getaffinity(0))
@@ -354,39 +355,14 @@ def live(book: Book, name: str) -> None:
         book.runs[f"save {kind}"] = {"files": digests(book.root / f"saved-{kind}", book.told)}
 
 
-def damages(book: Book, kind: str) -> None:
-    """Converts what the tests of damaged checkpoints convert, and notes the refusals."""
-    from tests.unit import test_bad_input as sizes
-    from tests.unit import test_bad_input_hf as hf
-    from tests.unit import test_bad_input_megatron as megatron
-
-    tables: dict[str, dict[str, Any]] = {
-        "one": {
-            **hf.SAFETENSORS,
-            **hf.TENSORS,
-            **{f"config {k}": v for k, v in hf.CONFIGS.items()},
-        },
-        "many": hf.SHARDS,
-        **megatron.DAMAGES,
-    }
-    made = book.root / "made"
-    if kind == "sizes":
-        for case, (name, options, _) in sizes.SIZES.items():
-            src = model(f"tiny/{name}", book.root / case / name)
-            book.run(case, "hf-to-megatron", src, book.root / case / "out", *options)
-        return
-    tiny.tiny_random("qwen3", made, max_shard_size=120_000 if kind == "many" else None)
-    if kind in megatron.DAMAGES:
-        given = ("--format", "torch", "--tp", 2, "--pp", 2) if kind == "torch" else ()
-        assert not mckpt("hf-to-megatron", made, book.root / "megatron", *given).code
-        made = book.root / "megatron"
-    command = "hf-to-megatron" if kind in ("one", "many") else "megatron-to-hf"
-    for number, (case, row) in enumerate(tables[kind].items()):
-        src = book.root / f"src{number:03d}"
-        shutil.copytree(made, src)
-        row[0](src)
-        book.run(case, command, src, book.root / f"dst{number:03d}")
-        shutil.rmtree(src)
+def refused(book: Book, name: str) -> None:
+    """Runs the rows of a name in tests/refusals.py, and notes their errors."""
+    sources = Sources(book.root)
+    for number, (case, row) in enumerate(ROWS.items()):
+        if case.startswith(f"{name}: "):
+            place = book.root / f"row{number:04d}"
+            place.mkdir()
+            book.run(case, *sources.prepare(row, place)[0])
 
 
 def options(book: Book, name: str) -> None:
@@ -426,7 +402,7 @@ ITEMS: dict[str, tuple[Callable[[Book, str], None], list[str]]] = {
     "sizes": (sizes, list(SIZED)),
     "adapter": (adapter, ["tiny/qwen3", "tiny/qwen3-moe", "tiny/deepseek-v3"]),
     "old": (old, [*OLD, "old/bert", "old/llama", "old/reshaped"]),
-    "damage": (damages, ["one", "many", "torch", "dist", "sizes"]),
+    "refused": (refused, sorted({case.partition(": ")[0] for case in ROWS})),
     "options": (options, ["hf-to-megatron", "megatron-to-hf", "reshard", "plan", "repair", "diff",
         "check", "inspect", "adapter merge", "adapter to-megatron", "adapter to-hf"]),
     "family": (family, list(CONFIGS)),

@@ -179,16 +179,6 @@ def test_what_show_prints_is_the_same_family(tiny_model: TinyModel, tmp_path: Pa
     assert own.layout.num_tensors == mckpt.open(source).layout.num_tensors
 
 
-def test_an_unknown_name_has_its_nearest_names(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "extends: llama\ndims:\n  rope_thet: rope_theta\ntensors:\n  norm.w: final_norm.wieght\n"
-    )
-    said = refused(4, args=("mappings", "check", file))
-    assert "no dim 'rope_thet'; the nearest names are rope_theta" in said
-    assert "no tensor 'final_norm.wieght'; the nearest names are final_norm.weight" in said
-
-
 @pytest.mark.parametrize(
     ("names", "carried"),
     [
@@ -220,14 +210,6 @@ def test_a_draft_carries_what_is_around_a_text_model(
     )
     said = good("mappings", "check", tmp_path / "my.yaml", model).out
     assert "every stored tensor has a rule" in said
-
-
-def test_check_refuses_a_tensor_under_two_keys(tmp_path: Path) -> None:
-    file, config = tmp_path / "mine.yaml", tmp_path / "config.json"
-    file.write_text("extends: llama\ntensors:\n  model.other.weight: final_norm.weight\n")
-    tiny.write_json(config, tiny.config("llama"))
-    said = refused(4, args=("mappings", "check", file, "--config", config))
-    assert "final_norm.weight: in model.norm.weight and in model.other.weight" in said
 
 
 def test_a_draft_knows_the_names_that_many_programs_give() -> None:

@@ -112,34 +112,6 @@ def test_one_bad_iteration_does_not_stop_the_others(training: Path, tmp_path: Pa
     assert ".metadata" in rows[1]["error"] or "mckpt.json" in rows[1]["error"]
 
 
-@pytest.mark.parametrize(
-    ("code", "words", "options"),
-    [
-        (3, ["has no iteration 7, 8; it has 5, 10, 15, 20"], ["--iterations", "5,7:8"]),
-        (2, ["'5:' is neither latest nor all"], ["--iterations", "5:"]),
-        (2, ["names no iteration"], ["--iterations", "9:5"]),
-        (2, ["give one of them"], ["--iterations", "all", "--iteration", 5]),
-        (2, ["--keep needs --iterations or --watch"], ["--keep", 2]),
-        (2, ["--until ends --watch"], ["--until", 2]),
-        (2, ["--interval 'soon' is not a time"], ["--watch", "--interval", "soon"]),
-        (2, ["neither latest nor all"], ["--watch", "--iterations", "some"]),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_any_work(
-    training: Path, tmp_path: Path, code: int, words: list[str], options: list[Any]
-) -> None:
-    out = tmp_path / "out_{iteration}"
-    refused(code, *words, args=("megatron-to-hf", training / "run", out, *options))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_destination_must_have_room(training: Path, tmp_path: Path) -> None:
-    line = ("megatron-to-hf", training / "run")
-    refused(2, "out/iter_{iteration}", args=(*line, tmp_path / "out", "--iterations", "all"))
-    refused(2, "in braces", args=(*line, tmp_path / "{step}", "--iterations", "all"))
-    assert not list(tmp_path.iterdir())
-
-
 def test_old_output_is_removed_and_nothing_else(training: Path, tmp_path: Path) -> None:
     line = ("megatron-to-hf", training / "run", tmp_path / "out/{iteration}", "--iterations")
     good(*line, "5,10")

@@ -251,29 +251,6 @@ def test_args_must_agree_in_everything_that_was_not_allowed(mine: Path, tmp_path
 # ---- layers of multi-token prediction that config.json counts but the files do not contain
 
 
-def test_the_error_names_missing_layers_of_multi_token_prediction(
-    headless: Path, tmp_path: Path
-) -> None:
-    args = ("hf-to-megatron", headless, tmp_path / "d")
-    refused(
-        3,
-        "All 66 missing tensors are of layers of multi-token prediction",
-        "num_nextn_predict_layers 1",
-        "--no-mtp",
-        args=args,
-    )
-    config = tiny.config("deepseek-v3")
-    arrays = tiny.tensors(config)
-    # the checkpoint is damaged, so the hint would be wrong
-    for lost in ("model.layers.4.enorm.weight", "model.norm.weight"):
-        (tmp_path / lost).mkdir()
-        tiny.write_weights(tmp_path / lost, {k: v for k, v in arrays.items() if k != lost})
-        tiny.write_json(tmp_path / lost / "config.json", config)
-        assert "--no-mtp" not in refused(
-            3, lost, args=("hf-to-megatron", tmp_path / lost, tmp_path / "d")
-        )
-
-
 def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
     headless: Path, tmp_path: Path
 ) -> None:
@@ -300,48 +277,6 @@ def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
         )
     said = good("verify", headless, tmp_path / "r", "--level", "bytes", "--set", "mtp_layers=0").out
     assert said.splitlines()[-1].startswith("PASS")
-
-
-def test_a_setting_is_refused_if_the_tensors_disagree_or_cannot_tell(
-    tiny_model: TinyModel, headless: Path, tmp_path: Path
-) -> None:
-    whole = tiny_model("deepseek-v3")
-    for source, setting, words in (
-        (
-            whole,
-            "mtp_layers=0",
-            ("--set mtp_layers=0", "num_nextn_predict_layers is 1", "the tensors agree with it"),
-        ),
-        (
-            whole,
-            "num_layers=3",
-            ("--set num_layers=3", "num_hidden_layers is 4", "Leave out --set num_layers=3"),
-        ),
-        (
-            headless,
-            "rope_theta=5.0",
-            ("--set rope_theta=5.0", "rope_theta is", "no shape of a tensor depends on it"),
-        ),
-    ):
-        refused(
-            4,
-            *words,
-            args=("hf-to-megatron", source, tmp_path / "d", "--set", setting),
-            untouched=tmp_path,
-        )
-    refused(
-        4,
-        "rope_theta",
-        args=(
-            "hf-to-megatron",
-            headless,
-            tmp_path / "d",
-            "--set",
-            "mtp_layers=0",
-            "--set",
-            "rope_theta=5.0",
-        ),
-    )
 
 
 def test_settings_correct_the_config_that_is_written_from_another_directory(

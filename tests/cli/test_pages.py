@@ -19,7 +19,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.pages import picture
 from tests.cli.test_foreign_text import HOSTILE
-from tests.helpers.commands import PT, Pt, good, refused, shard
+from tests.helpers.commands import PT, Pt, good, shard
 from tests.helpers.tiny import TinyModel, unpack
 
 
@@ -203,16 +203,6 @@ def test_foreign_names_are_escaped(moe: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(line.isprintable() for line in text.split("\n"))
     read = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     assert json.dumps(read, ensure_ascii=False).isprintable()
-
-
-def test_page_that_cannot_be_written_is_refused(moe: Path, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    for words in (("inspect", moe), ("plan", moe, tmp_path / "dst")):
-        refused(2, "folder", args=(*words, "--html", tmp_path / "folder"), untouched=tmp_path)
-        missing = tmp_path / "no" / "a.html"
-        refused(2, "cannot be written", args=(*words, "--html", missing), untouched=tmp_path)
-    both = ("inspect", moe, "--megatron-args", "--html", tmp_path / "a.html")
-    refused(2, "--megatron-args and --html", args=both, untouched=tmp_path)
 
 
 def test_a_page_is_written_through_a_symbolic_link(moe: Path, tmp_path: Path) -> None:

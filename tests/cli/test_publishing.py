@@ -30,46 +30,6 @@ from tests.helpers.commands import (
 # ---- refusals
 
 
-def test_a_destination_at_inside_or_above_the_source_is_refused(tmp_path):
-    src = hf(tmp_path / "deep" / "src")
-    (tmp_path / "link").symlink_to(src)
-    (tmp_path / "above").symlink_to(tmp_path / "deep")
-    for dst, word in (
-        (src, "is the source itself"),
-        (src / "x", "inside the source"),
-        (tmp_path / "deep", "above the source"),
-        (tmp_path / "link", "is the source itself"),
-        (tmp_path / "link" / "x", "inside the source"),
-        (tmp_path / "above", "above the source"),
-        (src / ".." / "src", "is the source itself"),
-    ):
-        refused(6, word, args=("hf-to-megatron", src, dst), untouched=tmp_path)
-    refused(
-        6,
-        "is the source itself",
-        args=("hf-to-megatron", tmp_path / "link", src),
-        untouched=tmp_path,
-    )
-
-
-def test_a_save_directory_that_contains_the_source_is_refused(tmp_path, trained):
-    shutil.copytree(trained, tmp_path / "ckpt")
-    refused(
-        6,
-        "source",
-        args=("reshard", tmp_path / "ckpt" / "iter_0000007", tmp_path / "ckpt", "--overwrite"),
-        untouched=tmp_path,
-    )
-
-
-def test_an_impossible_destination_is_refused(tmp_path, src):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
-    refused(6, "is a file", args=("hf-to-megatron", src, tmp_path / "file"), untouched=tmp_path)
-    for where in ("file/below", "dangling", "dangling/below"):
-        refused(6, "give a ", args=("hf-to-megatron", src, tmp_path / where), untouched=tmp_path)
-
-
 def test_a_read_only_destination_is_refused(tmp_path, src):
     (tmp_path / "dst").mkdir(mode=0o555)
     command = command_line("hf-to-megatron", src, tmp_path / "dst")

@@ -104,13 +104,6 @@ def test_the_tokenizer_that_a_training_saved_is_exported(model: Path, tmp_path: 
     ).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md"])
-def test_a_pointer_of_git_lfs_is_never_copied(model: Path, tmp_path: Path, name: str) -> None:
-    (model / name).write_bytes(LFS_POINTER + b"/spec/v1\noid sha256:00\nsize 9085657\n")
-    words = (f"{name}: is a pointer of git-lfs", "git lfs pull")
-    refused(3, *words, args=("hf-to-megatron", model, tmp_path / "ckpt"), untouched=tmp_path)
-
-
 def test_a_private_file_stays_private(model: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json"):
         (model / name).chmod(0o600)
@@ -202,14 +195,11 @@ def test_check_finds_pointers_and_files_of_no_index(model: Path, tmp_path: Path)
 # ---- adapters
 
 
-def test_an_adapter_beside_weights_is_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_beside_weights_is_left_out(model: Path, tmp_path: Path) -> None:
     """Transformers would apply it, so the weights alone are another model."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(model / "config.json", model / name)
-        line = ("hf-to-megatron", model, tmp_path / "ckpt")
-        refused(2, name, "transformers applies", "--no-adapter", args=line, untouched=tmp_path)
-        refused(2, name, "--no-adapter", args=("plan", *line[1:]), untouched=tmp_path)
-    good(*line, "--no-adapter")
+    good("hf-to-megatron", model, tmp_path / "ckpt", "--no-adapter")
     good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
     assert not [name for name in tree(tmp_path) if name.startswith(("ckpt/hf/adap", "out/adap"))]
     line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "new", "--no-adapter")

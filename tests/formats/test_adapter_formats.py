@@ -274,31 +274,6 @@ def test_a_rank_file_of_the_fused_layout(tmp_path: Path) -> None:
             assert safe_pickle.as_tensor(empty) is not None
 
 
-def test_adapters_that_megatron_cannot_hold(tmp_path: Path) -> None:
-    convert = ("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "there")
-    refused(
-        2,
-        "here they differ",
-        "Give --layout block",
-        args=(*convert, "--layout", "fused"),
-        untouched=convert[-1],
-    )
-    refused(
-        2,
-        "is not divisible by tp 4",
-        args=(*convert, "--layout", "canonical", "--tp", 4),
-        untouched=convert[-1],
-    )
-    weights = lora.tensors(QWEN3)
-    up, down = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
-    stored = lora.factors(weights, [up, down])
-    other = lora.save(tmp_path / "a", stored, alpha_pattern={"up_proj": 3})
-    refused(2, "different scales", args=("adapter", "to-megatron", other, QWEN3, convert[-1]))
-    stored = lora.factors(weights, [up]) | {"lm_head.weight": weights["lm_head.weight"]}
-    other = lora.save(tmp_path / "b", stored)
-    refused(2, "whole tensors", args=("adapter", "to-megatron", other, QWEN3, convert[-1]))
-
-
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
@@ -587,14 +562,6 @@ def test_an_adapter_is_written_beside_the_weights(layout: str, tmp_path: Path) -
     assert mckpt.diff(tmp_path / "a", tmp_path / "b").changed[0].what == "alpha / rank"
 
 
-def test_options_of_an_adapter_that_is_not_written(tmp_path: Path) -> None:
-    convert = ("hf-to-megatron", QWEN3, tmp_path / "a")
-    refused(2, "--layout block: no adapter is written", args=(*convert, "--layout", "block"))
-    merge = ("--adapter", ADAPTER, "--merge")
-    refused(2, "no adapter is written", args=(*convert, *merge, "--layout", "block"))
-    refused(2, "give --adapter DIR as well", args=(*convert, "--merge"))
-
-
 def test_a_merge_of_adapters_of_megatron_is_found_again(tmp_path: Path) -> None:
     """The factors lie in a temporary directory, which is another one each time."""
     good("adapter", "to-megatron", ADAPTER, QWEN3, tmp_path / "a", *BLOCK)
@@ -764,19 +731,6 @@ def test_an_adapter_for_ms_swift_has_its_names_args_and_order(swift: Path, tmp_p
     good("adapter", "merge", QWEN3, tmp_path / "a", tmp_path / "merged")
     good("adapter", "merge", QWEN3, ADAPTER, tmp_path / "wanted")
     good("diff", tmp_path / "merged", tmp_path / "wanted")
-
-
-def test_what_ms_swift_saves_beside_the_factors_is_refused(swift: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(swift, tmp_path / "copy")
-    place = next(copy.rglob(".metadata"))
-    before, after = (
-        b"self_attention.linear_proj.lora_B.default",
-        b"self_attention.l.modules_to_save.default.",
-    )
-    place.write_bytes(place.read_bytes().replace(before, after))
-    refused(
-        2, "modules_to_save", "--mcore_adapter", args=("adapter", "inspect", copy, "--like", QWEN3)
-    )
 
 
 @pytest.mark.parametrize("sizes", [("--tp", 2), ("--tp", 2, "--pp", 2)])

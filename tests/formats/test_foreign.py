@@ -5,7 +5,6 @@ named with what to do.
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -131,33 +130,6 @@ def test_lora_in_megatron_is_an_error_with_its_cure(tmp_path: Path) -> None:
 
 
 TORCH = ("--format", "torch")
-# paths that a directory has -> the words of the error
-DIRECTORIES = {
-    "NeMo 1": (("model.nemo",), ("archives of NeMo 1", "a *.nemo file")),
-    "PEFT": (
-        ("adapter_config.json", "adapter_model.safetensors", "config.json"),
-        ("PEFT adapter", "mckpt adapter merge"),
-    ),
-    "DeepSpeed": (("global_step40/x.pt", "latest"), ("DeepSpeed", "zero_to_fp32.py")),
-    "a step of DeepSpeed": (
-        ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        ("DeepSpeed", "zero_to_fp32.py"),
-    ),
-    "verl": (("global_step_3/actor/x.pt", commands.TRACKER), ("verl", "verl.model_merger")),
-    "verl's actor": (("model_world_size_2_rank_0.pt", "huggingface/x"), ("verl", "--backend fsdp")),
-    "torchtitan": (("step-10/.metadata",), ("torchtitan", "convert_to_hf.py")),
-}
-
-
-@pytest.mark.parametrize("case", DIRECTORIES)
-def test_a_directory_of_another_program_is_named(case: str, tmp_path: Path) -> None:
-    files, words = DIRECTORIES[case]
-    for name in files:
-        path = tmp_path / "src" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"5")
-    for command in ("megatron-to-hf", "hf-to-megatron"):
-        refused(3, *words, args=(command, tmp_path / "src", tmp_path / "dst"))
 
 
 @pytest.mark.parametrize("inside", ["model/", ""])
@@ -191,15 +163,6 @@ def test_a_run_of_verl_is_read_with_its_hugging_face_directory(inside: str, tmp_
     shutil.rmtree(weights)
     shutil.copy(tmp_path / "out0/model.safetensors", hf)
     refused(3, f"give {hf}", args=("megatron-to-hf", step, tmp_path / "more"))
-
-
-def test_a_step_of_torchtitan_did_finish(tmp_path: Path) -> None:
-    source = tmp_path / "step-10"
-    source.mkdir()
-    # the container of Megatron's torch_dist, without its metadata.json
-    (source / ".metadata").write_bytes(pickle.dumps({"tok_embeddings.weight": 0}))
-    said = refused(3, "torchtitan", args=("megatron-to-hf", source, tmp_path / "dst"))
-    assert "never finished" not in said
 
 
 def test_a_checkpoint_whose_args_are_those_of_ms_swift_4(tmp_path: Path) -> None:

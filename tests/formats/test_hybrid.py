@@ -238,50 +238,6 @@ def test_any_order_of_layers_is_read_and_written_again(
     assert dialect.write(dims, {"stages": cut})["hybrid_layer_pattern"] == pattern
 
 
-def test_what_a_hybrid_model_cannot_say_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
-    gpt = written(tiny_model("llama-rope-scaled"), tmp_path / "gpt")
-    with pytest.raises(MappingError, match=r"dialect hybrid would not compute(?s:.*)rope_type"):
-        mckpt.plan(gpt, tmp_path / "hybrid", dialect="hybrid")
-
-
-EARLY = Parallel(pp=2, layout="Etttttttm|tL")
-
-
-@pytest.mark.parametrize(
-    ("case", "wanted", "error", "said"),
-    [
-        ("qwen3-moe", {"transformer_impl": "local"}, UsageError, "local: .*hybrid has transformer"),
-        (
-            "qwen3-moe",
-            {"grouped_experts": False},
-            UsageError,
-            "sequential-experts: .* grouped only",
-        ),
-        ("qwen3-moe", {"layer_keys": "stacked"}, UsageError, "stacked: .* has per_layer only"),
-        ("qwen3-moe", {"megatron_version": "0.17"}, UsageError, "hybrid.yaml .* 0.18 to 0.19"),
-        (
-            "qwen3-moe",
-            {"dialect": "hybird"},
-            UsageError,
-            "no dialect 'hybird'; known: .*, gpt, hyb",
-        ),
-        ("deepseek-v3", {"megatron_version": "0.18"}, MappingError, r"latent .* from .* 0\.19 on"),
-        (
-            "deepseek-v3",
-            {"parallel": EARLY},
-            UsageError,
-            r"prediction \(m\) in the last stage only",
-        ),
-        ("llama-rope-scaled", {}, MappingError, "--allow-inexact rope_type"),
-    ],
-)
-def test_what_the_dialect_does_not_have(
-    case: str, wanted: Any, error: Any, said: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=said):
-        mckpt.plan(tiny_model(case), tmp_path / "made", **{"dialect": "hybrid", **wanted})
-
-
 def test_the_launch_line_has_the_pattern_and_none_of_the_flags_that_megatron_refuses_beside_it(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:

@@ -326,9 +326,3 @@ def test_options_that_the_dialect_does_not_have(tmp_path: Path) -> None:
 def test_an_old_model_is_refused_before_it_runs() -> None:
     with pytest.raises(UsageError, match=r"before megatron-core, .* --target-dialect DIALECT"):
         require_core(mckpt.open(old.FOLDER / "llama"))
-
-
-def test_models_that_the_dialect_cannot_hold(tmp_path: Path) -> None:
-    source = tiny.tiny_random("qwen3", tmp_path / "hf")
-    with pytest.raises(MappingError, match="legacy would compute with"):
-        mckpt.plan(source, tmp_path / "no", format="torch", dialect="legacy")

@@ -316,18 +316,6 @@ def test_eight_bit_floats_without_scales_are_refused(tmp_path):
         package.plan(src, tmp_path / "out")
 
 
-def test_an_unknown_quantisation_method_with_plain_weights_is_refused(tmp_path):
-    """The weights are readable, but the config names a method that mckpt does not know."""
-    src = tiny.tiny_random("qwen3", tmp_path / "src", quantization_config={"quant_method": "gptq"})
-    refused(
-        4,
-        "quantization_config",
-        "gptq",
-        args=("hf-to-megatron", src, tmp_path / "dst"),
-        untouched=tmp_path,
-    )
-
-
 def test_the_error_names_a_value_beyond_float16(one, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(one, src)

@@ -356,24 +356,6 @@ def test_a_dialect_without_a_run_config_is_refused(
         mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"format": "torch"}, "does not read the format torch; give --format torch_dist"),
-        (
-            {"dialect": "hybrid", "parallel": Parallel(pp=2, vpp=2)},
-            "refuses virtual pipeline stages",
-        ),
-        ({"transformer_impl": "local"}, "the target is local; give --transformer-impl"),
-    ],
-)
-def test_a_run_config_that_cannot_be_loaded_is_refused(
-    wanted: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True, **wanted)
-
-
 @pytest.mark.parametrize("case", made_models.BRIDGE_MODELS)
 def test_models_of_megatron_bridge_have_its_run_config(case: str) -> None:
     """fixtures/bridge has the files that Megatron-Bridge saves of models that it alone computes."""
@@ -471,22 +453,3 @@ def test_a_model_for_megatron_bridge_alone_has_no_args(
     # the user's word keeps the args, as without run_config.yaml
     mckpt.plan(model, tmp_path / "both", run_config=True, allow_inexact=["rope_factor"]).run()
     assert (tmp_path / "both/release/megatron_args.sh").exists()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "error", "message"),
-    [
-        ({"dialect": "bridge"}, MappingError, "Give --dialect gpt --run-config"),
-        ({"dialect": "bridge", "format": "torch"}, UsageError, "give --format torch_dist"),
-        ({"dialect": "bridge", "transformer_impl": "local"}, UsageError, "transformer_engine only"),
-    ],
-)
-def test_the_dialect_of_megatron_bridge_holds_its_own_layers_only(
-    wanted: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    tiny_model: TinyModel,
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(error, match=message):
-        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", **wanted)

@@ -362,23 +362,6 @@ def test_quantised_towers_are_refused(method: dict[str, Any], dtype: str, tmp_pa
         mckpt.plan(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({}, "needs `names`"),
-        ({"carried": ["a.*"], "extra": 1}, "needs `names`"),
-        ({"carried": [1]}, "needs `names`"),
-    ],
-)
-def test_a_wrong_form_is_an_error_with_its_line(
-    form: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"architectures: [Mine]\nextends: llama\nforms:\n  one: {json.dumps(form)}\n")
-    with pytest.raises(MappingError, match=rf"mine.yaml:4: forms: one {words}"):
-        mapping.load("hf", str(path))
-
-
 @pytest.mark.parametrize("name", ["mistral3", "kimi_k25", "internvl"])
 def test_a_model_without_the_key_is_tied_unless_it_has_an_output_layer(
     name: str, tmp_path: Path

@@ -141,13 +141,6 @@ def test_overwrite_replaces_a_save_with_its_lock_files(llama: Path, tmp_path: Pa
     assert mckpt.diff(llama, tmp_path / "out").same == 4 * 21
 
 
-def test_the_format_is_only_read(llama: Path, tmp_path: Path) -> None:
-    args = ("reshard", llama, tmp_path / "out", "--target-format", "zarr")
-    refused(2, "'zarr' is not one of", args=args)
-    with pytest.raises(mckpt.errors.UsageError, match="zarr"):
-        mckpt.plan(llama, tmp_path / "out", format="zarr")  # type: ignore[typeddict-item]
-
-
 # ------------------------------------------------------------------------------------------- errors
 
 

@@ -113,32 +113,6 @@ def test_parts_of_fused_weights_that_have_no_adapter_are_kept(
         assert np.array_equal(read[name].numpy(), wanted[name].numpy()), name
 
 
-def test_values_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
-    weights = lora.tensors(QWEN3)
-    stored = lora.factors(weights, lora.matrices(weights, ("norm", "embed", "lm_head"))[:7])
-    for config, said in (
-        ({"init_lora_weights": "OLoRA"}, "changes the weights of the base too"),
-        ({"target_parameters": True}, "must be a list of names"),
-    ):
-        adapter = lora.save(tmp_path / "adapter", stored, **config)
-        refused(3, said, args=("adapter", "merge", QWEN3, adapter, tmp_path / "out"))
-    adapter = lora.save(tmp_path / "adapter", stored)
-    merge = ("adapter", "merge", QWEN3, adapter, tmp_path / "out")
-    refused(2, "states its alpha in adapter_config.json", args=(*merge, "--alpha", "3"))
-    refused(3, "does not exist", args=("adapter", "merge", QWEN3, tmp_path / "x", tmp_path / "out"))
-    same = ("adapter", "merge", QWEN3, adapter, adapter, "--overwrite")
-    refused(2, "DST is the adapter itself", args=same)
-    good("hf-to-megatron", QWEN3, tmp_path / "base")
-    factors = tmp_path / "factors"
-    good("adapter", "to-megatron", adapter, tmp_path / "base", factors, "--layout", "block")
-    for alpha in ("nan", "inf", "0"):
-        to_hf = ("adapter", "to-hf", factors, tmp_path / "out", "--alpha", alpha)
-        refused(2, "must be a finite number, not 0", args=to_hf)
-    weights = {**stored, "base_model.model.model.norm.weight": np.full(32, np.nan, "f4")}
-    adapter = lora.save(tmp_path / "nan", weights, modules_to_save=["norm"])
-    refused(3, "is nan", args=("adapter", "merge", QWEN3, adapter, tmp_path / "out"))
-
-
 def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
     modules = [m for m in lora.matrices(weights) if "layers.1." in m]
@@ -376,61 +350,6 @@ def test_the_columns_of_experts_that_unsloth_trained(tmp_path: Path) -> None:
     refused(3, "lora_B_layout is 'other'", args=(*merge[:3], adapter, tmp_path / "out"))
 
 
-def test_an_adapter_that_does_not_fit_is_named_tensor_by_tensor(tmp_path: Path) -> None:
-    weights = lora.tensors(QWEN3)
-    q, up = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
-    stored = lora.factors(weights, [q, up])
-    stored["model.layers.9.mlp.up_proj.lora_A.weight"] = np.zeros((4, 32), "f4")
-    stored["model.layers.9.mlp.up_proj.lora_B.weight"] = np.zeros((72, 4), "f4")
-    stored[f"{lora.PREFIX}{up}.lora_B.weight"] = np.zeros((70, 4), "f4")
-    stored["lm_head.weight"] = np.zeros((300, 32), "f4")
-    del stored[f"{lora.PREFIX}{q}.lora_B.weight"]
-    adapter = lora.save(tmp_path / "adapter", stored)
-    text = refused(
-        3,
-        "one of the two factors A and B is missing",
-        "they must be [r, 32] and [72, r]",
-        "the base has no weight model.layers.9.mlp.up_proj.weight",
-        "replaces lm_head.weight, which is [271, 32] in the base",
-        args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"),
-        untouched=tmp_path / "merged",
-    )
-    assert text.count("  - ") == 4
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_qalora": True}, "use_qalora"),
-        ({"use_new": [1]}, "use_new is [1]: mckpt does not know this key"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changes the weights of the base too"),
-        ({"r": 5}, "another rank than adapter_config.json gives them"),
-        ({"use_dora": True}, "the adapter has no lora_magnitude_vector"),
-        ({"r": 0}, "r is 0, and must be a whole number from 1 to 2147483648"),
-        ({"r": 10**400}, "r is 1000"),
-        ({"rank_pattern": {"(?i)Q": 4}}, "rank_pattern['(?i)Q']: is not a regular expression"),
-        ({"rank_pattern": {"(" * 500 + "a" + ")" * 500: 4}}, "brackets inside each other"),
-        ({"rank_pattern": {"a{99999999999}": 4}}, "repetition number is too large"),
-        ({"alpha_pattern": {r"(q)\1": 4}}, "alpha_pattern['(q)"),
-        ({"rank_pattern": {"(.*)*x": 4, "((.*.)*.)*_proj": 5}}, "rank 4, stated 5"),
-        ({"lora_alpha": 0}, "lora_alpha is 0, and must be a finite number that is not 0"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
-        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
-        ({"lora_alpha": None}, "lora_alpha is None"),
-        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern['q_proj'] is '8'"),
-        ({"rank_pattern": {"(": 4}}, "rank_pattern['(']: is not a regular expression"),
-        ({"rank_pattern": [4]}, "rank_pattern is [4], and must be an object"),
-        ({"use_rslora": "yes"}, "use_rslora is 'yes', and must be true or false"),
-    ],
-)
-def test_adapters_that_are_not_computed(config: Any, words: str, tmp_path: Path) -> None:
-    weights = lora.tensors(QWEN3)
-    stored = lora.factors(weights, lora.matrices(weights, ("norm", "embed", "lm_head"))[:7])
-    adapter = lora.save(tmp_path / "adapter", stored, **config)
-    refused(3, words, args=("adapter", "merge", QWEN3, adapter, tmp_path / "merged"))
-
-
 def test_factors_that_are_not_finite(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
     up, q = "model.layers.0.mlp.up_proj", "model.layers.2.self_attn.q_proj"
@@ -476,16 +395,6 @@ def test_factors_in_megatron_that_are_not_finite(
         refused(3, words, args=args, untouched=out)
 
 
-def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
-    weights = lora.tensors(QWEN3)
-    stored = lora.factors(weights, lora.matrices(weights, ("norm", "embed", "lm_head"))[:7])
-    again = {key.removeprefix(lora.PREFIX): array for key, array in stored.items()}
-    adapter = lora.save(tmp_path / "adapter", stored | again)
-    key = next(iter(again))
-    args = ("adapter", "merge", QWEN3, adapter, tmp_path / "merged")
-    refused(3, "two tensors for one place", f"{lora.PREFIX}{key} and {key}", args=args)
-
-
 @pytest.mark.parametrize(
     ("config", "lost"),
     [
@@ -509,31 +418,6 @@ def test_factors_outside_of_the_configuration_are_refused(
     assert all((lost in line) for line in said.splitlines() if line.startswith("  - "))
     assert lora.save(tmp_path / "a", made, target_modules=["q_proj", "k_proj"])
     good(*args)
-
-
-def test_an_adapter_without_its_configuration_is_refused(tmp_path: Path) -> None:
-    made = lora.factors(lora.tensors(QWEN3), ["model.layers.0.self_attn.q_proj"])
-    lost, out = lora.save(tmp_path / "lost", made), tmp_path / "out"
-    (lost / "adapter_config.json").unlink()
-    for args in (
-        ("adapter", "merge", QWEN3, lost, out),
-        ("adapter", "to-megatron", lost, QWEN3, out),
-        ("adapter", "inspect", lost),
-        ("hf-to-megatron", QWEN3, out, "--adapter", lost),
-    ):
-        refused(3, "has adapter_model.safetensors and no adapter_config.json", args=args)
-
-
-def test_factors_of_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
-    module = "model.layers.{}.self_attn.q_proj"
-    made = lora.factors(lora.tensors(QWEN3), [module.format(0), module.format(1)])
-    for names in ((".a", ".b"), ("", ".b")):
-        named = {
-            key.replace(".weight", f"{names['layers.1.' in key]}.weight"): value
-            for key, value in made.items()
-        }
-        args = ("adapter", "merge", QWEN3, lora.save(tmp_path / "a", named), tmp_path / "out")
-        refused(3, "has the tensors of 2 adapters", "a directory of its own", args=args)
 
 
 def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:

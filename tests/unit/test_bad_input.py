@@ -1,85 +1,46 @@
-"""Sizes and settings that do not fit, no checkpoint at all, and a source that cannot be read.
-
-Each gives one error that names the place, a stable exit code, and writes nothing.
+"""Sources that a command refuses and another option or a repair lets through, and sources that
+change. What is one refusal only is in tests/refusals.py.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import resource
 from typing import Any
 
+import numpy as np
 import pytest
 
-import mckpt
+import mckpt as package
+from mckpt.containers import safe_pickle
+from mckpt.containers.dcp_metadata import read_metadata
+from mckpt.conversion import run as execute
 from mckpt.errors import UsageError
-from tests.helpers.commands import TRACKER, refused
-
-ONE = "model.safetensors"
-
-
-SIZES = {
-    "tp of ffn": ("qwen3", ("--tp", 3), ("3",)),
-    "tp of heads": (
-        "qwen3",
-        ("--tp", 32),
-        ("16 attention heads", "tp 32", "choose a tp of 1, 2, 4, 8, 16"),
-    ),
-    "tp of qkv rows": ("mistral", ("--tp", 7, "--format", "torch"), ("7",)),
-    "pp": ("qwen3", ("--pp", 3), ("4 layers", "pp 3")),
-    "pp above the layers": ("qwen3", ("--pp", 8), ("4 layers", "pp 8")),
-    "vpp": ("qwen3", ("--pp", 2, "--vpp", 3), ("vpp 3",)),
-    "vpp alone": ("qwen3", ("--vpp", 2), ("pp > 1",)),
-    "ep on a dense model": ("qwen3", ("--ep", 2), ("ep 2", "this model has no experts")),
-    "ep": ("qwen3-moe", ("--ep", 5), ("24 experts", "ep 5")),
-    "etp and torch": (
-        "qwen3-moe",
-        ("--tp", 4, "--etp", 8, "--format", "torch"),
-        ("etp 8", "tp 4", "torch_dist"),
-    ),
-    "layout": (
-        "qwen3",
-        ("--pp", 2, "--pipeline-model-parallel-layout", "Ett|ttt|L"),
-        ("Ett|ttt|L",),
-    ),
-    "zero": ("qwen3", ("--tp", 0), ("--tp",)),
-    "a word": ("qwen3", ("--tp", "two"), ("--tp",)),
-    "memory of a word": ("qwen3", ("--max-memory", "lots"), ("'lots'",)),
-    "unknown setting": ("qwen3", ("--set", "foo=1"), ("foo=1", "mckpt mappings show logical")),
-}
-
-
-@pytest.mark.parametrize("case", SIZES)
-def test_sizes_that_do_not_fit_are_refused(tiny_model, tmp_path, case):
-    model, options, words = SIZES[case]
-    src = tiny_model(model)
-    refused(2, *words, args=("hf-to-megatron", src, tmp_path / "dst", *options), untouched=tmp_path)
-
-
-def test_a_setting_or_family_that_the_config_denies_is_refused(made, tmp_path):
-    for code, option, value, words in (
-        (4, "--set", "num_layers=7", ("num_layers", "4", "7")),
-        (4, "--family", "nope", ("'nope'", "qwen3")),
-        (
-            5,
-            "--family",
-            "llama",
-            ("--family llama was given", "which is family qwen3: leave out --family llama."),
-        ),
-        (4, "--mapping", "/nope.yaml", ("/nope.yaml",)),
-    ):
-        args = ("hf-to-megatron", made["one"], tmp_path / "d", option, value)
-        refused(code, *words, args=args, untouched=tmp_path)
+from mckpt.formats.megatron import chunked, torch_dist_writing
+from mckpt.formats.megatron.interface import has_tensors
+from tests.helpers import tiny
+from tests.helpers.commands import PT, TRACKER, Pt, edit_json, good, hf, mckpt, refused, tree
+from tests.helpers.damages import (
+    ALONE,
+    DIST_FC2,
+    DOWN,
+    ONE,
+    all_of,
+    arrays,
+    copy_of,
+    gone,
+    key_extra,
+    metadata,
+    ranks,
+    tensor,
+    write_bin,
+)
 
 
 @pytest.mark.parametrize("what", ["a weight", "the mtime", "nothing", "a file is gone"])
-def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch, what):
+def test_a_source_that_changes_while_it_is_read_is_refused(src, tmp_path, monkeypatch, what):
     """Also if its size and its mtime stay. If only its times change, its content is compared."""
-    import mckpt as package
-    from mckpt.conversion import run as execute
-
-    src = tmp_path / "src"
-    shutil.copytree(made["one"], src)
+    src = copy_of(src, tmp_path / "src")
     planned = package.plan(src, tmp_path / "dst")
     real = execute.execute
 
@@ -109,74 +70,195 @@ def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monke
         assert not package.diff(src, tmp_path / "dst")
 
 
-def test_a_source_without_a_checkpoint_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("x")
-    for src, word in (
-        ("empty", "no checkpoint"),
-        ("file", "is a file"),
-        ("nope", "does not exist"),
-    ):
-        refused(3, word, args=("inspect", tmp_path / src), untouched=tmp_path)
-        refused(
-            3, word, args=("hf-to-megatron", tmp_path / src, tmp_path / "d"), untouched=tmp_path
-        )
-
-
-@pytest.mark.parametrize(
-    ("where", "why"),
-    [
-        ("loop", "is a link that leads nowhere"),
-        ("loop/out", "loop is a link that leads nowhere"),
-        ("gone/out", "gone is a link that leads nowhere"),
-        ("file", "is a file"),
-        ("file/out", "file is a file"),
-    ],
-)
-def test_a_path_on_which_nothing_can_be_written_is_refused(src, tmp_path, where, why):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "file").write_bytes(b"x")
-    for command in ("hf-to-megatron", "plan"):
-        refused(6, why, args=(command, src, tmp_path / where), untouched=tmp_path)
-    refused(3, args=("inspect", tmp_path / where))
-
-
 @pytest.mark.parametrize("option", ["like", "source", "destination"])
 def test_a_path_with_a_nul_is_refused(src, tmp_path, option):
     where = {"source": src, "destination": tmp_path / "out", option: "a\0b"}
     with pytest.raises(UsageError, match="a path cannot have a NUL character"):
-        opened = mckpt.open(where["source"], like=where.get("like"))
-        mckpt.plan(opened, where["destination"])
+        opened = package.open(where["source"], like=where.get("like"))
+        package.plan(opened, where["destination"])
 
 
-def test_the_checkpoints_below_a_directory_are_named(src, torch_dir, tmp_path):
-    (tmp_path / "demo/logs").mkdir(parents=True)
-    os.symlink(torch_dir, tmp_path / "demo/megatron")
-    args = ("megatron-to-hf", tmp_path / "demo", tmp_path / "out")
-    place = tmp_path / "demo"
-    text = f"{place}: is not a checkpoint, but has 1 checkpoint below it; give {place}/megatron"
-    refused(3, text, args=args, untouched=tmp_path)
-    os.symlink(src, tmp_path / "demo/hf")
-    refused(3, f"2 checkpoints below it; give {place}/hf or {place}/megatron", args=args)
-
-
-def test_a_vocabulary_of_too_many_rows_is_refused(made, tmp_path):
-    args = ("hf-to-megatron", made["one"], tmp_path / "d", "--make-vocab-size-divisible-by", 10**26)
-    refused(2, "more than 2,147,483,648 rows", "choose a smaller", args=args, untouched=tmp_path)
-
-
-def test_an_unreadable_file_is_refused(made, tmp_path, monkeypatch):
-    from mckpt.storage import descriptors
-
+def test_an_unreadable_file_is_refused(src, tmp_path, monkeypatch):
     def refuse(*args: Any, **named: Any) -> Any:
         raise PermissionError(13, "Permission denied", args[0])
 
-    monkeypatch.setattr(descriptors, "open_file", refuse)
-    refused(
-        7,
-        ONE,
-        "Permission denied",
-        args=("hf-to-megatron", made["one"], tmp_path / "d"),
-        untouched=tmp_path,
+    monkeypatch.setattr("mckpt.storage.descriptors.open_file", refuse)
+    args = ("hf-to-megatron", src, tmp_path / "d")
+    refused(7, ONE, "Permission denied", args=args, untouched=tmp_path)
+
+
+def test_a_dtype_option_casts_mixed_dtypes(src, tmp_path):
+    mixed = arrays(lambda a: a.update({DOWN: a[DOWN].astype("f4")}))
+    good(
+        "hf-to-megatron", copy_of(src, tmp_path / "src", mixed), tmp_path / "dst", "--dtype", "bf16"
     )
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def transposed(key: str, array: Any) -> Any:
+    return (array.T, 0, (1, array.shape[0])) if array.ndim == 2 else None
+
+
+def inside(key: str, array: Any) -> Any:
+    """Stores a matrix as every second column of a larger one that is filled with another number,
+    and a vector as every third element.
+    """
+    if array.ndim == 2:
+        store = np.full((array.shape[0] + 2, array.shape[1] * 2 + 3), 7, array.dtype)
+        store[1:-1, 1:-2:2] = array
+        return store, store.shape[1] + 1, (store.shape[1], 2)
+    store = np.full(array.size * 3, 7, array.dtype)
+    store[1::3] = array
+    return store, 1, (3,)
+
+
+@pytest.mark.parametrize("view", [None, transposed, inside])
+def test_dense_and_strided_tensors_of_a_bin_file_convert(src, tmp_path, view):
+    other = write_bin(tmp_path / "src", tiny.tensors(tiny.config("qwen3")), view)
+    good("hf-to-megatron", other, tmp_path / "dst", "--format", "torch", "--tp", 2)
+    assert mckpt("diff", src, other).code == 0
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def test_bin_files_with_an_index_convert_and_a_lost_one_is_refused(src, tmp_path):
+    found = list(tiny.tensors(tiny.config("qwen3")).items())
+    other, names = tmp_path / "other", [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    for part, name in zip((dict(found[:20]), dict(found[20:])), names, strict=True):
+        write_bin(other, part, name=name)
+    tiny.write_json(
+        other / "pytorch_model.bin.index.json",
+        {"weight_map": {k: names[i >= 20] for i, (k, _) in enumerate(found)}},
+    )
+    assert mckpt("diff", src, other).code == 0
+    (other / names[1]).unlink()
+    args = ("hf-to-megatron", other, tmp_path / "d")
+    refused(3, names[1], "not there", args=args, untouched=tmp_path)
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    src = hf(tmp_path / "src", "qwen3-tied")
+    found = tiny.tensors(tiny.config("qwen3-tied"))
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].copy()
+    tiny.write_weights(src, found)
+    good("hf-to-megatron", src, tmp_path / "same")
+    found["lm_head.weight"][3, 3] += 1
+    tiny.write_weights(src, found)
+    said = mckpt("hf-to-megatron", src, tmp_path / "dst")
+    assert said.code == 3 and "lm_head.weight" in said.err and "differ" in said.err, said.err
+    assert not (tmp_path / "dst").exists()
+
+
+def test_fp16_overflow_names_the_tensor_and_leaves_nothing_loadable(src, tmp_path):
+    dst = tmp_path / "dst"
+    name = "model.layers.2.mlp.up_proj.weight"
+    large = arrays(lambda a: a[name].__setitem__((5, 5), 1e6))
+    src = copy_of(src, tmp_path / "src", large)
+    said = mckpt("hf-to-megatron", src, dst, "--dtype", "fp16")
+    assert (
+        said.code == 2 and "layers.2.mlp.up.weight" in said.err and "Traceback" not in said.err
+    ), said.err
+    assert all(p.split("/")[0].startswith(".mckpt-") for p in tree(dst))
+    assert mckpt("inspect", dst).code == 3
+    good("hf-to-megatron", src, dst, "--dtype", "fp16", "--allow-overflow")
+    assert mckpt("inspect", dst).code == 0
+
+
+def test_like_replaces_args_that_are_missing(src, torch_dir, tmp_path):
+    without_args = all_of(ranks(lambda pt: pt.value.pop("args")), ALONE)
+    bare = copy_of(torch_dir, tmp_path / "src", without_args)
+    good("megatron-to-hf", bare, tmp_path / "dst", "--like", src)
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def test_check_replicas_finds_a_replica_that_differs(src, torch_dir, tmp_path):
+    other = tensor("decoder.layers.0.self_attention.q_layernorm.weight", "bfloat16", (24,), 48)
+    args = ("megatron-to-hf", copy_of(torch_dir, tmp_path / "src", other), tmp_path / "dst")
+    said = mckpt(*args, "--check-replicas")
+    words = ("layers.0.attn.q_norm.weight", "mp_rank_01_000", "differ")
+    assert said.code == 3 and all(w in said.err for w in words), said.err
+    assert not (tmp_path / "dst").exists()
+    good(*args)  # without --check-replicas, the copy of the first rank is read
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def test_unknown_tensors_are_left_behind_only_with_no_optimizer(torch_dir, tmp_path):
+
+    def more(pt: Pt) -> None:
+        pt.value["rng_state"] = [{"random": 1}]
+        # a key with tensors that mckpt does not know
+        pt.value["ema"] = {"weight": pt.put("float32", (2,), bytes(8))}
+        pt.value["note"] = "kept"
+
+    src = copy_of(torch_dir, tmp_path / "src", ranks(more))
+    args = ("reshard", src, tmp_path / "d")
+    refused(2, "ema", "--no-optimizer", args=args, untouched=tmp_path)
+    plan = good("plan", src, tmp_path / "d", "--to", "hf", "--json").json
+    assert {"rng_state", "ema"} <= set(plan["left_behind"])
+    good("reshard", src, tmp_path / "d", "--no-optimizer", "--target-tp", 1)
+    value = Pt(tmp_path / "d/release/mp_rank_00_000" / PT).value
+    assert value["note"] == "kept" and not {"rng_state", "ema"} & set(value)
+    assert value["args"].state["no_save_optim"] is True
+
+
+def test_random_states_alone_do_not_ask_for_no_optimizer(torch_dir, tmp_path):
+    states = ranks(lambda pt: pt.value.update(rng_state=[{"random": 1}]))
+    src = copy_of(torch_dir, tmp_path / "src", states)
+    good("reshard", src, tmp_path / "d", "--target-tp", 1)
+
+
+def test_an_incomplete_optimizer_is_an_error_that_names_the_file(torch_dir, tmp_path):
+
+    def more(pt: Pt) -> None:
+        states = {0: {"exp_avg": pt.put("float32", (2,), bytes(8))}}
+        pt.value["optimizer"] = {"state": states}
+
+    src = copy_of(torch_dir, tmp_path / "src", ranks(more))
+    args = ("reshard", src, tmp_path / "d", "--target-format", "torch_dist")
+    refused(3, "model_optim_rng.pt", "optimizer", "--no-optimizer", args=args, untouched=tmp_path)
+    good(*args, "--no-optimizer")
+
+
+def test_an_optimizer_without_its_groups_is_left_behind_only_with_no_optimizer(dist_dir, tmp_path):
+    name = f"optimizer.state.exp_avg.{DIST_FC2}"
+    more = metadata(lambda tensors, items: key_extra(tensors, items, new=name))
+    args = ("reshard", copy_of(dist_dir, tmp_path / "src", more), tmp_path / "d")
+    refused(3, "optimizer", "--no-optimizer", args=args, untouched=tmp_path)
+    good(*args, "--no-optimizer")
+    written = read_metadata(tmp_path / "d/release/.metadata")
+    assert not any("optimizer" in key for key in written.tensors)
+
+
+def test_a_checkpoint_with_more_files_than_may_be_open_is_read(src, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_dist_writing, "FILE_BYTES", 1000)
+    good("hf-to-megatron", src, tmp_path / "dst")
+    assert len(list(tmp_path.glob("dst/release/*.distcp"))) > 35
+    checkpoint = package.open(tmp_path / "dst")
+    assert checkpoint.names.choices
+    was, before = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(chunked, "MAX_OPEN", 8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 15, was[1]))
+    try:
+        assert checkpoint.layout.files
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, was)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+@pytest.mark.parametrize("inner", [None, safe_pickle.tensor("float32", (2,), "0")])
+def test_a_value_that_is_nested_too_deeply_to_be_written_can_be_left_out(inner):
+    """An export to Hugging Face needs no value of the common state but the args."""
+    value = inner
+    for _ in range(3000):
+        value = [value]
+    assert has_tensors(value) == (inner is not None)
+
+
+def test_the_plan_reports_a_lost_common_state(dist_dir, tmp_path):
+    lone = copy_of(dist_dir, tmp_path / "lone", gone("hf", "release/common.pt"))
+    refused(3, "common.pt: is missing; mckpt.json names it", args=("plan", lone, tmp_path / "out"))
+    edit_json(lone / "release/mckpt.json", lambda m: m["files"].pop("common.pt"))
+    said = good("plan", lone, tmp_path / "out").out
+    assert "the checkpoint has no args: the dims are taken from mckpt.json" in said
+    assert "the only one that fits the dims" in said
+    assert "torch_dist" in said and "(gpt, tp 1, pp 1)" in said and "(qwen3)" in said

@@ -14,7 +14,7 @@ import pytest
 from mckpt.checking import SLAB, Span, scan
 from mckpt.containers import torch_file
 from mckpt.containers.dcp_metadata import read_metadata
-from tests.helpers.commands import PT, Pt, edit_json, emit, good, mckpt, refused, shard, write_shard
+from tests.helpers.commands import PT, Pt, edit_json, emit, good, mckpt, shard, write_shard
 from tests.helpers.tiny import write_safetensors
 
 NAN, INFINITY = b"\xc0\x7f", b"\x80\x7f"  # bfloat16
@@ -333,10 +333,6 @@ def test_a_model_that_no_family_has(src: Path, tmp_path: Path) -> None:
     in_tensor(root / "model.safetensors", Q, NAN, 1)
     said = mckpt("check", root)
     assert said.code == 1 and "not checked: " in said.out and "1 NaN" in said.out, said
-
-
-def test_a_place_that_is_no_checkpoint(tmp_path: Path) -> None:
-    refused(3, str(tmp_path), args=("check", tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float64"])

@@ -14,7 +14,7 @@ import mckpt
 from mckpt.errors import UsageError
 from tests.helpers import lora
 from tests.helpers.commands import good, refused
-from tests.helpers.tiny import FIXTURES, TinyModel
+from tests.helpers.tiny import FIXTURES
 from tests.unit.test_adapters import ROUNDED_ONCE, made
 
 QWEN3 = FIXTURES / "tiny-qwen3"
@@ -88,46 +88,6 @@ def test_rows_in_python(tmp_path: Path) -> None:
     got = np.asarray(merged["layers.1.mlp.up.weight"][3:9, 7:20].numpy())
     want = lora.scaled(stored, up, sums)[3:9, 7:20]
     assert lora.apart(got, np.zeros_like(got), want) <= ROUNDED_ONCE
-
-
-def test_magnitudes_that_do_not_fit(tmp_path: Path) -> None:
-    up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
-    stored = adapter_of(QWEN3, tmp_path / "adapter", [up, down])
-    key = f"{lora.PREFIX}{up}.lora_magnitude_vector"
-    args = ("adapter", "merge", QWEN3, tmp_path / "adapter", tmp_path / "merged")
-    lora.save(tmp_path / "adapter", stored, use_dora=False)
-    refused(3, "use_dora is false in adapter_config.json, and the module has a", args=args)
-    lora.save(tmp_path / "adapter", stored | {key: stored[key][:-1]}, use_dora=True)
-    refused(3, f"{key} [71]: holds float32", "so it must be [72] of", args=args)
-    del stored[key]
-    lora.save(tmp_path / "adapter", stored, use_dora=True)
-    refused(3, f"{up}.lora_A", "and the module has no lora_magnitude_vector", args=args)
-
-
-def test_what_megatron_bridge_does_not_compute(tiny_model: TinyModel, tmp_path: Path) -> None:
-    out, adapter = tmp_path / "out", tmp_path / "adapter"
-    names = ("up", "gate", "down")
-    up, gate, down = ([f"model.layers.{i}.mlp.{n}_proj" for i in range(4)] for n in names)
-    args = ("adapter", "to-megatron", adapter, QWEN3, out)
-    block = ("--layout", "block")
-    adapter_of(QWEN3, adapter, up)
-    refused(2, "all or none", "layers.0.mlp.gate.weight", args=args, untouched=out)
-    adapter_of(QWEN3, adapter, [*up[1:], *gate[1:]])
-    refused(2, "all or none", "layers.0.mlp.gate.weight", args=(*args, *block), untouched=out)
-    adapter_of(QWEN3, adapter, [*up, *gate])
-    said = refused(2, "Give --layout block", args=args, untouched=out)
-    assert "canonical" not in said
-    refused(2, "has no magnitudes", args=(*args, "--layout", "canonical"), untouched=out)
-    adapter_of(QWEN3, adapter, down)
-    words = ("DoRA at tp 2", "layers.*.mlp.down.weight", "--tp 1")
-    refused(2, *words, args=(*args, "--tp", 2), untouched=out)
-    adapter_of(QWEN3, adapter, ["lm_head"])
-    refused(2, "vocabulary of 271 to 384 rows", args=args, untouched=out)
-    moe = tiny_model("qwen3-moe", "bfloat16")
-    modules = [m for m in lora.matrices(lora.tensors(moe)) if ".experts." in m]
-    adapter_of(moe, adapter, modules)
-    args = ("adapter", "to-megatron", adapter, moe, out, "--layout", "block")
-    refused(2, "no DoRA for the experts", args=args, untouched=out)
 
 
 def test_magnitudes_of_whole_rows_at_tp(tmp_path: Path) -> None:

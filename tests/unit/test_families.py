@@ -357,15 +357,6 @@ def test_uneven_pipelines_convert_and_come_back(
     same_tensors(tmp_path / "back", tensors(case, "bfloat16"))
 
 
-def test_uneven_pipelines_that_do_not_fit_are_refused(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    for said in ({"pp": 2, "first_stage_layers": 4}, {"pp": 2, "layout": "Ett|tttL"}, {"pp": 3}):
-        with pytest.raises(mckpt.errors.UsageError):
-            mckpt.plan(sources["llama"], tmp_path / "a", format="torch", parallel=Parallel(**said))
-    assert not (tmp_path / "a").exists()
-
-
 def raw_torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Returns (key, uint16 array) of each bf16 tensor of a model_optim_rng.pt whose tensors are
     dense.

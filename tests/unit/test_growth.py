@@ -12,7 +12,7 @@ import pytest
 import mckpt
 from mckpt import formats, mapping
 from mckpt.checkpoint.inspection import inspect
-from mckpt.errors import MappingError, UsageError
+from mckpt.errors import MappingError
 from mckpt.mapping import reading, schema
 from mckpt.mapping.nodes import FOLDER
 from tests.helpers import tiny
@@ -152,16 +152,6 @@ def test_a_bad_dialect_is_refused(text: str, why: str, own_mappings: Path) -> No
     path.write_text(text)
     with pytest.raises(MappingError, match=why):
         mapping.load("megatron", str(path))
-
-
-def test_an_unknown_dialect_is_refused(tmp_path: Path) -> None:
-    """A dialect in any other file is refused, because nothing could read its checkpoint again."""
-    source = tiny.tiny_random("llama", tmp_path / "hf")
-    for dialect in ("nope", str(tmp_path / "own.yaml")):
-        with pytest.raises(
-            UsageError, match=r"no dialect .*; known: bert, bridge, bridge_gemma4, gpt"
-        ):
-            mckpt.plan(source, tmp_path / "out", dialect=dialect)
 
 
 def test_the_table_of_formats_agrees_with_their_modules() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt.errors import MappingError, UsageError
+from mckpt.errors import MappingError
 from mckpt.geometry.parallel import Parallel
 from tests.helpers.commands import PT, Pt, as_trained
 from tests.helpers.tiny import TinyModel
@@ -91,14 +91,6 @@ def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(
         files = [planned.run()["files"] for planned in plans]
         assert files[0] == files[1]  # bytes and checksums
         assert plans[0].digest != plans[1].digest
-
-
-@pytest.mark.parametrize("version", ["0.11", "0.20", "1.0", "core_v0.16", "16", ""])
-def test_a_megatron_version_that_no_mapping_covers_is_refused(
-    version: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=r"--megatron-version .*0\.19"):
-        mckpt.plan(tiny_model("llama"), tmp_path / "out", megatron_version=version)
 
 
 def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(

@@ -1,4 +1,4 @@
-"""Unusual but valid headers of safetensors; test_bad_input_hf.py has the invalid ones."""
+"""Unusual but valid headers of safetensors; tests/refusals.py has the invalid ones."""
 
 from __future__ import annotations
 

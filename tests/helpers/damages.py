@@ -1,0 +1,306 @@
+"""What rows of tests/refusals.py do to a copy of a checkpoint: functions of its directory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt.containers import safe_pickle
+from mckpt.containers.dcp_metadata import read_metadata
+from tests.helpers import lora, tiny
+from tests.helpers.commands import (
+    PT,
+    Pt,
+    edit_json,
+    emit,
+    hostile_pickle,
+    restate,
+    save_hostile,
+    save_pt,
+    shard,
+    write_shard,
+)
+
+Damage = Callable[[Path], Any]
+Tensors, Items = dict[str, Any], dict[Any, Any]
+Change = Callable[[Tensors, Items], Any]
+
+ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+DIST_FC2 = "decoder.layers.mlp.linear_fc2.weight"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
+
+def copy_of(source: Path, to: Path, damage: Damage | None = None) -> Path:
+    """Copies a checkpoint and damages the copy, which is returned."""
+    shutil.copytree(source, to)
+    if damage:
+        damage(to)
+    return to
+
+
+# ---- files
+
+
+def all_of(*damages: Damage) -> Damage:
+    return lambda src: [damage(src) for damage in damages]
+
+
+def holds(name: str, content: bytes | str = b"x") -> Damage:
+    """Writes a file, and the directories above it."""
+
+    def damage(src: Path) -> None:
+        (src / name).parent.mkdir(parents=True, exist_ok=True)
+        (src / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def raw(change: Callable[[bytes], bytes], name: str = ONE) -> Damage:
+    return lambda src: (src / name).write_bytes(change((src / name).read_bytes()))
+
+
+def link(name: str, to: str) -> Damage:
+    return lambda src: ((src / name).unlink(missing_ok=True), (src / name).symlink_to(to))
+
+
+def gone(*names: str) -> Damage:
+    def damage(src: Path) -> None:
+        for path in (src / name for name in names):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return damage
+
+
+def folder(name: str) -> Damage:
+    """Puts a directory in the place of a file."""
+    return lambda src: ((src / name).unlink(missing_ok=True), (src / name).mkdir())
+
+
+def copied(old: str, new: str) -> Damage:
+    return lambda src: (
+        shutil.copytree(src / old, src / new)
+        if (src / old).is_dir()
+        else shutil.copy(src / old, src / new)
+    )
+
+
+# ---- directories of Hugging Face
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Changes the header of the only .safetensors file, or replaces it."""
+
+    def damage(src: Path) -> None:
+        head, data = shard(src / ONE)
+        changed = change(head)
+        write_shard(src / ONE, head if changed is None else changed, data)
+
+    return damage
+
+
+def entry(**fields: Any) -> Damage:
+    return header(lambda head: head[NORM].update(fields))
+
+
+def moved(by: int) -> Damage:
+    return header(
+        lambda head: head[NORM].update(data_offsets=[n + by for n in head[NORM]["data_offsets"]])
+    )
+
+
+def whole(head: Any, data: bytes = b"") -> Damage:
+    return lambda src: write_shard(src / ONE, head, data)
+
+
+def index(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return lambda src: edit_json(src / INDEX, lambda found: change(found["weight_map"]))
+
+
+def shard_name(number: int) -> str:
+    return f"model-{number:05d}-of-00006.safetensors"
+
+
+def arrays(change: Callable[[dict[str, Any]], Any], case: str = "qwen3") -> Damage:
+    """Changes the tensors of a tiny model of one file."""
+
+    def damage(src: Path) -> None:
+        found = tiny.tensors(tiny.config(case))
+        change(found)
+        tiny.write_weights(src, found)
+
+    return damage
+
+
+def integers(head: dict[str, Any]) -> None:
+    for key in head:
+        if "down_proj" in key:
+            head[key]["dtype"] = "I16"
+
+
+def config(*lost: str, **fields: Any) -> Damage:
+    """Removes keys of config.json, and sets others."""
+
+    def change(found: dict[str, Any]) -> None:
+        for key in lost:
+            del found[key]
+        found |= fields
+
+    return lambda src: edit_json(src / CONFIG, change)
+
+
+def write_bin(
+    directory: Path, found: dict[str, Any], view: Any = None, name: str = "pytorch_model.bin"
+) -> Path:
+    """Writes a .bin file and its config.json without torch; returns the directory. `view(key,
+    array)` returns (elements of a storage, offset, strides), or None for a dense tensor.
+    """
+    directory.mkdir(exist_ok=True)
+    value, data = OrderedDict(), {}
+    for i, (key, array) in enumerate(found.items()):
+        placed = view(key, array) if view else None
+        store, offset, strides = placed or (array, 0, safe_pickle.contiguous(array.shape))
+        data[str(i)] = np.ascontiguousarray(store).tobytes()
+        held = safe_pickle.tensor("bfloat16", (store.size,), str(i)).args[0]
+        rebuild = safe_pickle.glob("torch._utils", "_rebuild_tensor_v2")
+        value[key] = rebuild(held, offset, array.shape, strides, False, OrderedDict())
+    save_pt(directory / name, value, data)
+    tiny.write_json(directory / CONFIG, tiny.config("qwen3"))
+    return directory
+
+
+# ---- checkpoints of Megatron
+
+
+def ranks(change: Callable[[Pt], Any], only: str = "*") -> Damage:
+    """Changes the files of the ranks of a `torch` checkpoint."""
+
+    def damage(src: Path) -> None:
+        for path in sorted((src / "release").glob(f"mp_rank_{only}/{PT}")):
+            pt = Pt(path)
+            change(pt)
+            pt.save()
+
+    return damage
+
+
+def tensor(key: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> Damage:
+    """Replaces a tensor of the rank 01_000."""
+    return ranks(
+        lambda pt: pt.value["model"].update({key: pt.put(dtype, shape, bytes(nbytes))}), "01_000"
+    )
+
+
+def args_of(**fields: Any) -> Damage:
+    return ranks(lambda pt: pt.value["args"].state.update(fields))
+
+
+ALONE = gone("hf", "release/mckpt.json")  # the files that repeat the content of the args
+
+
+def file_of(rank: str, change: Callable[[bytes], bytes]) -> Damage:
+    return raw(change, f"release/mp_rank_{rank}/{PT}")
+
+
+def hostile(name: str) -> Damage:
+    """Writes a pickle that would make the file `mark` beside the source, if it were run."""
+
+    def damage(src: Path) -> None:
+        path, mark = src / "release" / name, src.parent / "mark"
+        if name == ".metadata":
+            path.write_bytes(hostile_pickle(mark))
+        else:
+            save_hostile(path, mark)
+
+    return damage
+
+
+def metadata(change: Change) -> Damage:
+    """Changes the tensors and the items of a .metadata."""
+
+    def damage(src: Path) -> None:
+        path = next(src.rglob(".metadata"))
+        found = read_metadata(path)
+        tensors: Tensors = dict.fromkeys(found.objects)
+        tensors |= {key: (*held[:2], [*held[2]]) for key, held in found.tensors.items()}
+        items = dict(found.items)
+        change(tensors, items)
+        made = emit(tensors, [(k, o, *item) for (k, o), item in items.items()])
+        # torch writes the length of a short key as one byte, by which mckpt knows some formats
+        short = re.compile(rb"X(.)\0\0\0(?=model\.)", re.DOTALL)
+        path.write_bytes(short.sub(lambda found: b"\x8c" + found[1], made))
+        restate(path)
+
+    return damage
+
+
+def hole(tensors: Tensors, items: Items) -> None:
+    offsets, _ = tensors[DIST_FC2][2].pop()
+    items.pop((DIST_FC2, offsets))
+
+
+def key_extra(tensors: Tensors, items: Items, old: str = DIST_FC2, new: str = "foo.weight") -> None:
+    tensors[new] = tensors[old]
+    items |= {(new, at): place for (key, at), place in items.items() if key == old}
+
+
+def without(*lost: str) -> Change:
+    """Returns a change that takes tensors and objects away."""
+
+    def change(tensors: Tensors, items: Items) -> None:
+        for held, keys in ((tensors, lost), (items, [at for at in items if at[0] in lost])):
+            for key in keys:
+                held.pop(key, None)
+
+    return change
+
+
+def exchanged(*names: str) -> Change:
+    """Returns a change that exchanges the names of two tensors."""
+    other = dict(zip(names, reversed(names), strict=True))
+
+    def change(tensors: Tensors, items: Items) -> None:
+        tensors |= {other[key]: tensors[key] for key in names}
+        moved = {at: items.pop(at) for at in [*items] if at[0] in other}
+        items |= {(other[key], at): place for (key, at), place in moved.items()}
+
+    return change
+
+
+def elsewhere(name: str) -> Damage:
+    return metadata(lambda _, items: items.update({k: (name, *i[1:]) for k, i in items.items()}))
+
+
+def item(change: Callable[[Items], Any]) -> Damage:
+    return metadata(lambda _, items: items.update({(DIST_FC2, (0, 0, 0)): change(items)}))
+
+
+# ---- adapters
+
+
+def adapter(
+    *modules: str, change: Any = None, dora: bool = False, base: str = "tiny-qwen3", **config: Any
+) -> Damage:
+    """Writes an adapter with random factors for the modules whose names end with these words, or
+    for 7 of all. `change` gets the factors and the weights of the base, and edits the factors.
+    """
+
+    def damage(src: Path) -> None:
+        weights = lora.tensors(tiny.FIXTURES / base)
+        all_modules = lora.matrices(weights, () if modules else ("norm", "embed", "lm_head"))
+        names = [m for m in all_modules if m.endswith(modules)] if modules else all_modules[:7]
+        stored = lora.factors(weights, names)
+        if dora:
+            lora.with_magnitudes(stored, names)
+        if change is not None:
+            stored = change(stored, weights) or stored
+        lora.save(src, stored, **({"use_dora": True} if dora else {}) | config)
+
+    return damage
