@@ -97,6 +97,7 @@ MAKERS: dict[str, Callable[[Sources, Path], Path]] = {
     "torch": converted("qwen3", *TP2_PP2),
     "lone": converted("qwen3", *TP2_PP2, then=ALONE),
     "dist": converted("qwen3"),
+    "gpt": converted("llama-rope-scaled", "--allow-inexact", "rope_factor"),
     "iteration 7": converted("qwen3", "--iteration", 7, "--format", "torch"),
     "run": lambda sources, out: as_trained(sources["qwen3"], out),
     "run of experts": lambda sources, out: as_trained(sources["qwen3-moe"], out),
@@ -180,7 +181,7 @@ rows("usage", "qwen3", "{}", {
     "adapter to-hf a b --frobnicate": "mckpt adapter to-hf --help lists all",
     "inspect a --jsn": "did you mean --json?",
     "mappings shwo a": "did you mean show?",
-    "hf-to-megatron SRC b --set layers=1": "the nearest names are num_layers",
+    "hf-to-megatron SRC DST --set layers=1": "the nearest names are num_layers",
     "hf-to-megatron a b --tp two": "'two' is not a whole number of at least 1",
     "verify a b --length 1": "'1' is not a whole number of at least 2",
     "inspect SRC --iteration 3": "--iteration",
@@ -203,7 +204,7 @@ rows("usage", "qwen3", "{}", {
     "plan SRC DST --html TMP/no/a.html": "cannot be written",
 }, 2)
 rows("sizes", "qwen3", TO_MEGATRON + " {}", {
-    "--tp 3": "3",
+    "--tp 3": "tp 3",
     "--tp 32": ("16 attention heads", "tp 32", "choose a tp of 1, 2, 4, 8, 16"),
     "--pp 3": ("4 layers", "pp 3"),
     "--pp 8": ("4 layers", "pp 8"),
@@ -232,7 +233,7 @@ rows("sizes of experts", "qwen3-moe", TO_MEGATRON + " {}", {
     "--ep 5": ("24 experts", "ep 5"),
     "--tp 4 --etp 8 --format torch": ("etp 8", "tp 4", "torch_dist"),
 }, 2)
-rows("sizes of mistral", "mistral", TO_MEGATRON + " {}", {"--tp 7 --format torch": "7"}, 2)
+rows("sizes of mistral", "mistral", TO_MEGATRON + " {}", {"--tp 7 --format torch": "tp 7"}, 2)
 rows("sizes of a plan", "llama", PLAN + " --to torch {}", {
     "--pp 2 --decoder-first-pipeline-num-layers 4": "first",
     "--pp 2 --pipeline-model-parallel-layout Ett|tttL": "tttL",
@@ -290,6 +291,9 @@ rows("the dialect hybrid", "deepseek-v3", PLAN + " --dialect hybrid {}", {
 })
 rows("the dialect hybrid", "llama-rope-scaled", PLAN + " {}", {
     "--dialect hybrid": (4, "rope_type is 'llama3', and hybrid", "--allow-inexact rope_type"),
+})
+rows("the dialect hybrid", "gpt", PLAN + " {}", {
+    "--dialect hybrid": (4, "the dialect hybrid would not compute", "rope_type"),
 })
 rows("corrections", "deepseek-v3", TO_MEGATRON + " {}", {
     "--set mtp_layers=0":
