@@ -23,7 +23,15 @@ from mckpt.errors import UsageError
 from mckpt.formats import foreign
 from mckpt.geometry.parallel import Parallel as Parallel
 from mckpt.keywords import MegatronOptions, MoveKeywords, Options, RunKeywords, keywords
-from mckpt.options import SIZES, AdapterOptions, PlaceOptions, SourceOptions, TargetOptions
+from mckpt.options import (
+    SIZES,
+    AdapterOptions,
+    CompareOptions,
+    PlaceOptions,
+    PushOptions,
+    SourceOptions,
+    TargetOptions,
+)
 from mckpt.progress import OnProgress, watched
 
 if TYPE_CHECKING:
@@ -357,11 +365,7 @@ def diff(
     """
     from mckpt.checkpoint import comparison
 
-    if atol is not None and (type(atol) not in (int, float) or not 0 <= atol < math.inf):
-        raise UsageError(f"--atol {atol!r} must be a finite number, at least 0")
-    for name, value in (("no_optimizer", no_optimizer), ("allow_overflow", allow_overflow)):
-        if type(value) is not bool:
-            raise UsageError(f"{name} is {value!r}, and must be True or False")
+    CompareOptions(atol, no_optimizer, allow_overflow)  # refuses wrong values
     left, right = with_factors(a), with_factors(b)
     left, right = left.named_as(right), right.named_as(left)
     both = left.is_megatron and right.is_megatron and not no_optimizer
@@ -411,9 +415,7 @@ def push(
     export was made of. private: of a repository that is created. dry_run: only returns what would
     be uploaded. tell: called with that before the upload.
     """
-    for word, value in (("revision", revision), ("message", message)):
-        if value is not None and not isinstance(value, str):
-            raise UsageError(f"{word} is {value!r}, and must be a text")
+    PushOptions(revision, private, message, dry_run)  # refuses wrong values
     return pushing.push(Path(directory), name, revision, private, message, dry_run, tell)
 
 

@@ -7,6 +7,7 @@ Errors name an option as the command line does; in a program they name the keywo
 
 # Without `from __future__ import annotations`: the types of the fields are read.
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ RUN = Section("Run on Megatron-Core")
 DATA = Section("Steps and data")
 OPTIMIZER = Section("Optimizer")
 SAVING = Section("Saving")
+LIVE = Section("Running models")
+PLAIN = Section()  # of a command whose help has no sections
 
 
 class Option(NamedTuple):
@@ -172,6 +175,18 @@ def _size(option: Option, value: Any) -> int:
     from mckpt.values.sizes import parse_size
 
     return parse_size(value, option.flags[0])
+
+
+def _bytes(option: Option, value: Any) -> int:
+    from mckpt.values.sizes import parse_size
+
+    return parse_size(value, option.name)  # no command has the option
+
+
+def _tolerance(option: Option, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise UsageError(f"{option.flags[0]} {value!r} must be a finite number, at least 0")
+    return float(value)
 
 
 def _names(option: Option, listed: Any) -> tuple[str, ...]:
@@ -510,6 +525,102 @@ class VerifyOptions(Table, frozen=True):
         return SourceOptions.of(self.values())
 
 
+class CompareOptions(Table, frozen=True):
+    """The options of a comparison of two checkpoints."""
+
+    atol: float | None = PLAIN(
+        "Largest difference allowed. Without it, every bit must be equal.",
+        word="X",
+        read=_tolerance,
+    )
+    no_optimizer: bool = PLAIN(
+        "Compare the weights only, not the optimizer state that both have.", False
+    )
+    allow_overflow: bool = PLAIN(
+        "Compare values that large scales of quantised weights make infinite.", False
+    )
+
+
+class PushOptions(Table, frozen=True):
+    """The options of an upload to the Hugging Face Hub."""
+
+    revision: str | None = PLAIN(
+        "Branch to write; it is created if needed. Without the option, main. {iteration}, as in"
+        " iter_{iteration}, stands for the iteration from which the export was made.",
+        word="BRANCH",
+    )
+    private: bool = PLAIN(
+        "If the repository does not exist yet, create a private one.",
+        False,
+    )
+    message: str | None = PLAIN("Message of the commit.", word="TEXT")
+    dry_run: bool = PLAIN("Print what would be uploaded; send nothing.", False)
+
+
+class LoadOptions(Table, frozen=True):
+    """The options of filling a live model."""
+
+    max_memory: int = LIVE("Bytes of all buffers of one rank, on the host.", "512MiB", read=_size)
+    threads: int = LIVE("Threads of one rank; 0 means one for each of its cores, at most 4.", 0)
+    broadcast: bool = LIVE(
+        "Of the ranks that hold the same parameters, each reads a part and sends it to the others.",
+        False,
+    )
+    load_optimizer: bool = LIVE("Fill the state of the optimizer too.", False)
+    adapter: str | Path | None = LIVE(
+        "Fill the adapters (LoRA) of the model too, from a directory of PEFT or from a Megatron"
+        " checkpoint.",
+        path="directory",
+    )
+    keep_masters: bool = LIVE(
+        "Load without an optimizer, although parameters have master copies of one.", False
+    )
+
+
+_LIVE_ADAPTER = LIVE(
+    "Of a model with adapters (LoRA): merged gives the weights with their products, none without"
+    " them, and only gives the adapter.",
+    "merged",
+)
+
+
+class SaveOptions(Table, frozen=True):
+    """The options of saving a live model, beside those of a conversion and of its run."""
+
+    background: bool = LIVE(
+        "Return when the weights are copied to the host, and write while the model is used.", False
+    )
+    adapter: Literal["merged", "only", "none"] = _LIVE_ADAPTER
+
+
+class SyncOptions(Table, frozen=True):
+    """The options of gathering the Hugging Face tensors of a live model."""
+
+    bucket_bytes: int | None = LIVE(
+        "The most bytes that are sent at once, and that one tensor has.", read=_bytes
+    )
+    dtype: str | None = LIVE("Cast every tensor.", choices=("bf16", "fp16", "fp32"), read=_as_given)
+    quantize: Literal["fp8", "mxfp8"] | None = LIVE(
+        "Quantise the weights of linear layers.",
+        must="'fp8' or 'mxfp8'. A scale of nvfp4 depends on several weights, which come at"
+        " different times: save the model, and convert it with --quantize nvfp4",
+    )
+    slices: bool = LIVE("Yield a Slice for each tensor, so that a larger one has several.", False)
+    adapter: Literal["merged", "only", "none"] = _LIVE_ADAPTER
+    allow_inexact: Iterable[str] = LIVE(
+        "As for a conversion.", (), must="a list of names", read=_names
+    )
+    allow_overflow: bool = LIVE("As for the run of a conversion.", False)
+    snapshot: bool = LIVE("Each call first copies the weights of this rank on its device.", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapter == "only" and (self.dtype or self.quantize):
+            raise UsageError(
+                "adapter='only': its tensors keep their dtype; leave out dtype, quantize"
+            )
+
+
 class TrainOptions(Table, frozen=True):
     """The options of a training run; the checkpoint's args describe the model."""
 
@@ -569,6 +680,10 @@ class TrainOptions(Table, frozen=True):
 SIZES = tuple(options_of(SizeOptions))
 # every option that is a keyword of a conversion or describes a checkpoint
 TABLES = (SizeOptions, TargetOptions, PlaceOptions, RunOptions, SourceOptions)
+_MORE = (
+    *(LoadOptions, SaveOptions, SyncOptions, CompareOptions, PushOptions),
+    *(VerifyOptions, AdapterOptions),
+)
 
 
 def explained(*tables: type) -> str:
@@ -584,7 +699,7 @@ def explained(*tables: type) -> str:
 # ------------------------------------------------------------------------------- options in errors
 
 # flags whose keyword no table has
-_OTHERS = {"--atol": "atol", "--revision": "revision", "--to": "format"}
+_OTHERS = {"--to": "format"}
 _VALUE = r"[A-Z_]{2,}\b|[A-Z]\b|\d[\w.]*|'[^']*'|[a-z_]+=[\w.]+|[a-z]\w*\b"
 _ACCEPTED = re.compile(r"--allow-inexact [\w.]+(?: --allow-inexact [\w.]+)*")
 
@@ -595,9 +710,7 @@ def _flags() -> tuple[dict[str, tuple[str, Option | None]], re.Pattern[str]]:
     keyword of a flag without a value is such as "keep_padding=True".
     """
     found: dict[str, tuple[str, Option | None]] = {f: (name, None) for f, name in _OTHERS.items()}
-    for option in (
-        one for t in (VerifyOptions, AdapterOptions, *TABLES) for one in options_of(t).values()
-    ):
+    for option in (one for t in (*_MORE, *TABLES) for one in options_of(t).values()):
         for flag, value in zip(option.flags, (True, False), strict=False):
             plain = option.kinds == (bool,) and not option.choices
             keyword = f"{option.name}={value}" if plain else option.name

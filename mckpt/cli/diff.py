@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.cli import shared, terminal
-from mckpt.cli.options import PATH, command, json_option
+from mckpt.cli.options import PATH, command, from_table, json_option
 from mckpt.cli.terminal import echo, echo_outcome, named
 from mckpt.errors import counted
+from mckpt.options import CompareOptions
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.comparison import Difference
@@ -23,17 +24,7 @@ if TYPE_CHECKING:
 @click.argument("b", type=PATH)
 @shared.of_source("like vocab_size")
 @shared.family_options
-@click.option(
-    "--atol",
-    type=float,
-    metavar="X",
-    help="Largest difference allowed. Without it, every bit must be equal.",
-)
-@click.option(
-    "--no-optimizer",
-    is_flag=True,
-    help="Compare the weights only, not the optimizer state that both have.",
-)
+@from_table(CompareOptions, "atol no_optimizer")
 @shared.of_run("allow_overflow")
 @json_option
 def diff(

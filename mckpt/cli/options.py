@@ -180,7 +180,7 @@ def _from_table(option: Option, prefix: str, flag: str, changes: Mapping[str, An
     elif option.path:
         files, own = option.path == "file", Path if Path in others else None
         given["type"] = click.Path(file_okay=files, dir_okay=not files, path_type=own)
-    elif kind in (int, float) and option.read is None:
+    elif kind is float or (kind is int and option.read is None):
         given["type"] = WholeNumber(option.least) if kind is int else float
     elif kind not in (int, str):
         given |= {"multiple": True, "default": None}

@@ -7,25 +7,16 @@ from pathlib import Path
 
 import click
 
-from mckpt.cli.options import PATH, command, json_option
+from mckpt.cli.options import PATH, command, from_table, json_option
 from mckpt.cli.terminal import echo, echo_outcome, reporting
 from mckpt.errors import counted
+from mckpt.options import PushOptions
 
 
 @command()
 @click.argument("directory", type=PATH)
 @click.argument("name")
-@click.option(
-    "--revision",
-    metavar="BRANCH",
-    help="Branch to write; it is created if needed. Without the option, main. {iteration}, as in"
-    " iter_{iteration}, stands for the iteration from which the export was made.",
-)
-@click.option(
-    "--private", is_flag=True, help="If the repository does not exist yet, create a private one."
-)
-@click.option("--message", metavar="TEXT", help="Message of the commit.")
-@click.option("--dry-run", is_flag=True, help="Print what would be uploaded; send nothing.")
+@from_table(PushOptions, "revision private message dry_run")
 @json_option
 def push(
     directory: Path,

@@ -49,10 +49,9 @@ from mckpt.live.model import (
 from mckpt.live.resuming import Resumed, masters_in_fp32
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.together import call, gathered, own_result, rank_and_world
-from mckpt.options import SourceOptions
+from mckpt.options import LoadOptions, SourceOptions
 from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
-from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -143,15 +142,24 @@ def load(
     occurs while bytes are read leaves parameters partly filled.
     """
     clock = _Clock()
+    options: dict[str, Any] = {
+        "max_memory": max_memory,
+        "threads": threads,
+        "broadcast": broadcast,
+        "load_optimizer": load_optimizer,
+        "adapter": adapter,
+        "keep_masters": keep_masters,
+    }
 
-    def begun() -> tuple[Memory, int]:
+    def begun() -> tuple[Memory, LoadOptions]:
+        how = LoadOptions(**options)
         if scheduler is not None and not load_optimizer:
             raise UsageError(
                 "scheduler: it is set from a training checkpoint; give load_optimizer too"
             )
         memory = Memory(model_chunks)
         _refuse_stale(memory, optimizer, load_optimizer, keep_masters)
-        return memory, parse_size(max_memory, "--max-memory")
+        return memory, how
 
     given = {
         "function": "load",
@@ -162,16 +170,16 @@ def load(
         "adapter": None if adapter is None else os.path.abspath(adapter),
         "keep_masters": keep_masters,
     }
-    memory, most = own_result(begun, lambda _: given)
+    memory, how = own_result(begun, lambda _: given)
     opened = own_result(lambda: opened_source(source, load_optimizer), _identity)
     clock.ends("open")
     if load_optimizer:
         with own_result(lambda: Resumed(opened, optimizer, scheduler)) as resumed:
             gathered(resumed.allocate)
-            _load(memory, opened, resumed, adapter, most, threads, broadcast, clock)
+            _load(memory, opened, resumed, how, clock)
             gathered(resumed.finish)
     else:
-        _load(memory, opened, None, adapter, most, threads, broadcast, clock)
+        _load(memory, opened, None, how, clock)
         if optimizer is not None:
             optimizer.reload_model_params()
     clock.ends("optimizer")
@@ -182,13 +190,11 @@ def _load(
     memory: Memory,
     opened: Checkpoint,
     resumed: Resumed | None,
-    adapter: str | Path | None,
-    most: int,
-    threads: int,
-    broadcast: bool,
+    how: LoadOptions,
     clock: _Clock,
 ) -> None:
     """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
+    adapter, broadcast, most = how.adapter, how.broadcast, how.max_memory
     optimizer = None if resumed is None else resumed.optimizer
     model = collected(memory, own=True, optimizer=optimizer)
     if adapter is None and has_adapters(model):
@@ -207,7 +213,7 @@ def _load(
     release(model)
     if resumed is not None:
         gathered(resumed.prove)
-    sizes = gathered(lambda: _window_bytes(most, _threads(threads, most)))
+    sizes = gathered(lambda: _window_bytes(most, _threads(how.threads, most)))
     size = min(sizes)  # those of all ranks, which send windows to each other
     windows = [list(_windows(memory, filling, size)) for filling in fillings]
     mine = [_readers(some) if broadcast else np.ones(len(some), bool) for some in windows]
@@ -215,7 +221,7 @@ def _load(
 
     def fill() -> None:
         for filling, some, own in zip(fillings, windows, mine, strict=True):
-            _fill(list(itertools.compress(some, own)), filling, most, threads, clock)
+            _fill(list(itertools.compress(some, own)), filling, most, how.threads, clock)
 
     gathered(fill)
     clock.ends("fill")
@@ -379,8 +385,6 @@ def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
 
 def _threads(threads: int, max_memory: int) -> int:
     """Returns the number of threads of this rank."""
-    if type(threads) is not int or threads < 0:
-        raise UsageError(f"threads is {threads!r}, and must be a whole number from 0 on")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
     found = min(threads or min(cores, THREADS), max_memory // (MEMORY + STAGING))

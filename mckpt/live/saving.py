@@ -37,7 +37,7 @@ from mckpt.live.optimizer import LiveOptimizer, apart
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
-from mckpt.options import TargetOptions
+from mckpt.options import SaveOptions, TargetOptions
 from mckpt.storage import sparse_copy
 
 
@@ -77,6 +77,7 @@ def save(
     """
 
     def begun() -> tuple[Memory, RunSettings]:
+        SaveOptions(background, adapter)  # refuses wrong values
         how = {"max_memory": max_memory, "threads": threads, "checksum": checksum}
         settings = RunSettings.of(how | {"allow_overflow": allow_overflow})
         return Memory(model_chunks), settings

@@ -29,9 +29,8 @@ from mckpt.live.together import (
     rank_and_world,
     refusal_of,
 )
-from mckpt.options import TargetOptions
+from mckpt.options import SyncOptions, TargetOptions
 from mckpt.values.quantisation import LARGEST
-from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -115,9 +114,11 @@ class Sync:
         }
 
         def begun() -> tuple[Memory, int | None]:
-            _refuse_forms(quantize, adapter, dtype)
-            most = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
-            return Memory(model_chunks), most
+            checked = SyncOptions(
+                **{name: given[name] for name in SyncOptions.__struct_fields__}
+                | {"allow_inexact": allow_inexact}
+            )
+            return Memory(model_chunks), checked.bucket_bytes
 
         self.memory, most = own_result(begun, lambda _: {"function": "Sync", **given})
         self.slices, self.snapshot, self.allow_overflow = slices, snapshot, allow_overflow
@@ -428,18 +429,6 @@ class _SentBucket(NamedTuple):
     buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
     works: list[Any]  # of torch.distributed
     ready: torch.Tensor  # becomes the number of ranks that have sent their part
-
-
-def _refuse_forms(quantize: str | None, adapter: str, dtype: str | None) -> None:
-    """Raises UsageError for forms of the tensors that a Sync does not give."""
-    if quantize not in (None, "fp8", "mxfp8"):
-        raise UsageError(
-            f"quantize is {quantize!r}, and must be 'fp8' or 'mxfp8'. A scale of nvfp4 depends"
-            " on several weights, which come at different times: save the model, and convert it"
-            " with --quantize nvfp4"
-        )
-    if adapter == "only" and (dtype or quantize):
-        raise UsageError("adapter='only': its tensors keep their dtype; leave out dtype, quantize")
 
 
 def _digest(made: Buckets) -> dict[str, Any]:

@@ -20,16 +20,22 @@ import numpy as np
 import pytest
 
 import mckpt as package
+from mckpt import live
 from mckpt.checkpoint.comparison import Changed
 from mckpt.conversion.moving import RunSettings
 from mckpt.errors import UsageError
 from mckpt.keywords import Options, RunKeywords, VerifyKeywords
 from mckpt.options import (
     AdapterOptions,
+    CompareOptions,
+    LoadOptions,
     PlaceOptions,
+    PushOptions,
     RunOptions,
+    SaveOptions,
     SizeOptions,
     SourceOptions,
+    SyncOptions,
     TargetOptions,
     VerifyOptions,
     in_keywords,
@@ -273,7 +279,11 @@ def test_the_keywords_are_the_options_of_the_tables(typed, tables, more):
 
 
 @pytest.mark.parametrize(
-    "table", [SourceOptions, TargetOptions, PlaceOptions, RunOptions, AdapterOptions, VerifyOptions]
+    "table",
+    [
+        *(SourceOptions, TargetOptions, PlaceOptions, RunOptions, AdapterOptions, VerifyOptions),
+        *(CompareOptions, PushOptions, LoadOptions, SaveOptions, SyncOptions),
+    ],
 )
 def test_every_option_has_a_keyword_and_refuses_other_values(table, keywords):
     for name, option in options_of(table).items():
@@ -282,6 +292,22 @@ def test_every_option_has_a_keyword_and_refuses_other_values(table, keywords):
         with pytest.raises(UsageError) as caught:
             table(**{name: object()})
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "table"),
+    [
+        (package.diff, CompareOptions),
+        (package.push, PushOptions),
+        (live.load, LoadOptions),
+        (live.save, SaveOptions),
+        (live.Sync, SyncOptions),
+    ],
+)
+def test_a_signature_has_the_options_and_the_defaults_of_its_table(function, table):
+    found = inspect.signature(function).parameters
+    for name, option in options_of(table).items():
+        assert found[name].default == option.default, name
 
 
 @pytest.mark.parametrize("name", ["convert", "write", "reshard", "repair"])
