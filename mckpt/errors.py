@@ -122,7 +122,6 @@ class MckptError(Exception):
         return error
 
     def with_hint(self, *hints: str) -> MckptError:
-        """Returns the same error with more lines."""
         error = type(self)(*self.args, *hints)
         error.problems = self.problems
         return error

@@ -84,7 +84,6 @@ class Option(NamedTuple):
         return isinstance(value, kind)
 
     def refusal(self, value: Any) -> UsageError:
-        """Returns the error for a wrong value."""
         return UsageError(f"{self.name} is {value!r}, and must be {self.must or self.listed}")
 
     @property
@@ -109,7 +108,6 @@ class Option(NamedTuple):
 
 @functools.cache
 def options_of(table: Any) -> dict[str, Option]:
-    """Returns the options of a table by name."""
     found: dict[str, Option] = {}
     kinds: dict[str, Any] = {}
     for base in reversed(table.__mro__):
@@ -144,11 +142,9 @@ class Table(Struct, frozen=True):
         return cls(**{n: given[n] for n in names if given.get(n) is not None} | more)
 
     def with_(self: T, **changes: Any) -> T:
-        """Returns a copy with other values."""
         return structs.replace(self, **changes)
 
     def values(self) -> dict[str, Any]:
-        """Returns the values by name."""
         return structs.asdict(self)
 
     @property
@@ -263,12 +259,10 @@ class SourceOptions(Table, frozen=True):
 
     @property
     def family_name(self) -> str | None:
-        """Returns the family, or the family file, that the user names."""
         return self.mapping or self.family
 
     @property
     def dims(self) -> dict[str, Any]:
-        """Returns the dims that the user gives."""
         vocabulary = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
         return {**self.settings, **vocabulary}
 
@@ -521,7 +515,6 @@ class VerifyOptions(Table, frozen=True):
 
     @property
     def described(self) -> SourceOptions:
-        """Returns the description of the checkpoints."""
         return SourceOptions.of(self.values())
 
 

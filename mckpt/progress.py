@@ -23,7 +23,6 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        """Returns whether nothing is left to do."""
         return self.nbytes >= self.total_bytes and self.files >= self.total_files
 
 

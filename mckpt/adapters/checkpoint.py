@@ -62,7 +62,6 @@ class AdapterCheckpoint(Checkpoint):
 
     @property
     def path(self) -> Path:
-        """Returns the directory of the adapter."""
         return super().path if self.peft is None else self.peft
 
     @property

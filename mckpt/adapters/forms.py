@@ -282,7 +282,6 @@ def _dtype(layout: Layout) -> str:
 
 
 def _facts(how: str, names: AdapterNames, source: AdapterCheckpoint) -> dict[str, Any]:
-    """Returns the manifest's entry on adapters."""
     return {
         "layout": how,
         "rank": names.rank,

@@ -43,7 +43,6 @@ class Merging:
 
     @property
     def path(self) -> Path:
-        """Returns the directory of the adapter."""
         return self.adapter.path
 
     @property

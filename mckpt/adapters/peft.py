@@ -40,7 +40,6 @@ LARGEST = 2**31  # alpha and rank, so that scales are finite in float32
 
 @functools.cache
 def rules() -> Node:
-    """Returns the content of mappings/adapters.yaml."""
     return parse(FOLDER / "adapters.yaml")[0]
 
 
@@ -87,7 +86,6 @@ class PeftAdapter:
         return self.entries.names[row]
 
     def rank(self, module: str) -> int:
-        """Returns the rank that the configuration gives a module."""
         return int(self._by_pattern("rank_pattern", module, self.config.get("r", 8)))
 
     def scale(self, module: str, rank: int) -> float:
@@ -183,7 +181,6 @@ def _read(fd: int, file: int, at: int, nbytes: int) -> bytes:
 
 
 def is_adapter(path: Path) -> bool:
-    """Returns whether a directory is one of PEFT."""
     return (path / ADAPTER[0]).is_file()
 
 

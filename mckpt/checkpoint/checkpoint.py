@@ -83,7 +83,6 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self
 
     def with_dims(self, dims: Dims) -> Self:
-        """Returns the same tensors, read with these dims."""
         return replace(self, model=replace(self.model, given_dims=dims))
 
     def with_vocab_size(self, rows: int) -> Self:
@@ -119,12 +118,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def opened(self) -> Opened:
-        """Returns the headers, as the format reads them."""
         return self.files.opened
 
     @property
     def format(self) -> str:
-        """Returns the name of the format."""
         return self.files.opened.format.name
 
     @property

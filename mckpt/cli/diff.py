@@ -62,7 +62,6 @@ def diff(
 
 
 def _lines(result: Difference, a: Path, b: Path, atol: float | None) -> Iterator[str]:
-    """Yields every result and, last, a summary."""
     for name in result.missing:
         yield f"only in {named(a)}: {name}"
     for name in result.extra:

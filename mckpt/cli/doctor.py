@@ -122,7 +122,6 @@ def _version(name: str) -> str | None:
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
-    """Returns the report as lines for people."""
     out = [
         f"mckpt {report['mckpt']} in {report['path']}",
         f"Python {report['python']}, {report['executable']}",

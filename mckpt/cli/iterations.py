@@ -245,7 +245,6 @@ class _OutputPattern:
         self.pattern = text
 
     def of(self, iteration: int) -> Path | None:
-        """Returns the DST of one iteration."""
         if self.dst is None or not self.fields:
             return self.dst
         return Path(str(self.dst).format(iteration=iteration))

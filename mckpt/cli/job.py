@@ -173,7 +173,6 @@ def _command(program: click.Group, name: str, where: str) -> click.Command:
 
 
 def _step(target: click.Command, name: str, fields: Mapping[str, Any], where: str) -> Step:
-    """Returns a step from the values of its arguments and options."""
     where = f"{where} ({name})"
     arguments = {p.name: p for p in target.params if isinstance(p, click.Argument)}
     options = {
@@ -204,7 +203,6 @@ def _step(target: click.Command, name: str, fields: Mapping[str, Any], where: st
 
 
 def _flags(option: click.Option, flag: str, value: Any, where: str) -> list[str]:
-    """Returns an option and its value as words of a command line."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise UsageError(f"{where}: must be true or false, not {value!r}")

@@ -172,7 +172,6 @@ def open_source(path: Path, options: Options) -> Checkpoint:
 
 
 def source_options(options: Options) -> SourceOptions:
-    """Returns the description of a source that the options give."""
     return SourceOptions.of(options, settings=parse_settings(options))
 
 
@@ -201,7 +200,6 @@ def with_adapter(
 
 
 def parse_settings(options: Options) -> dict[str, Any]:
-    """Returns the value of each dim that --set names."""
     from mckpt.mapping import parse_setting
 
     return dict(parse_setting(text) for text in options["settings"])

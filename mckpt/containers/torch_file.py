@@ -88,7 +88,6 @@ class _ZipEntry(NamedTuple):
         )
 
     def central(self, crc: int) -> bytes:
-        """Returns the entry of the record in the directory."""
         wide, small, at = self.zip64(self.size), min(self.size, _WIDE), min(self.at, _WIDE)
         flags, n = 0x0808 if self.size else 0x0800, len(self.name)
         return (

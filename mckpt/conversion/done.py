@@ -112,7 +112,6 @@ def differing(plan: PlanData, folder: Path, checksum: str, max_memory: int) -> s
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """Returns the kind of the checksums in a manifest."""
     stated = (file["checksum"].partition(":")[0] for file in manifest["files"].values())
     return next(filter(None, stated), "none")
 

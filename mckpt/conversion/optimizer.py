@@ -131,7 +131,6 @@ def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scale
 
 
 def _count(names: Names, megatron: list[int]) -> int:
-    """Returns the number of optimizers of a rank of the target."""
     registration = names.mapping.registration
     return registration.num_optimizers(names.parallel, names.dims["num_experts"], megatron)
 

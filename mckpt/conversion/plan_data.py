@@ -343,7 +343,6 @@ class PlanData:
 
     @property
     def nbytes(self) -> int:
-        """Returns the size of all files to be written, in bytes."""
         return sum(o.size for o in self.outputs)
 
     def copies(self) -> Iterator[PlannedCopy]:
@@ -369,7 +368,6 @@ class PlanData:
             )
 
     def json(self) -> dict[str, Any]:
-        """Returns the plan as plain data."""
         copies, format = self.joined.copies, self.destination.format
         padding = sum(
             int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype)
@@ -423,7 +421,6 @@ class PlanData:
         }
 
     def summary(self) -> str:
-        """Returns the plan as text for people."""
         p = self.json()
         s, t = p["source"], p["target"]
         sizes = [  # a Hugging Face directory is not sharded

@@ -33,7 +33,6 @@ class Pushed(NamedTuple):
     left_out: list[str]  # files of the directory that are not hidden
 
     def json(self) -> dict[str, Any]:
-        """Returns what `mckpt push --json` prints."""
         return {
             "repository": self.name.repo,
             "revision": self.name.revision or hub.MAIN,

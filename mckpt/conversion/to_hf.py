@@ -100,7 +100,6 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
 
 
 def form_hf(source: Checkpoint, at: At, target: TargetOptions) -> Form:
-    """Returns the form of a Hugging Face directory."""
     destination = at(None, formats.get(target.format))
     tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     if not source.files.options.like:

@@ -45,12 +45,10 @@ def keys(folder: Path) -> list[str]:
 
 
 def key_of(s: Stored) -> str:
-    """Returns the stored key of a carried tensor."""
     return s.pieces[0].tensor.removeprefix(_PREFIX).replace("{{", "{").replace("}}", "}")
 
 
 def name_of(s: Stored) -> str:
-    """Returns the logical name of a carried tensor."""
     return _PREFIX + key_of(s)
 
 
@@ -91,7 +89,6 @@ def refuse_quantised(tensors: Iterable[Stored], problems: Problems) -> None:
 
 
 def rows(tensors: Sequence[Stored]) -> list[Row]:
-    """Returns carried tensors as rows of a file to be written."""
     return [Row(key_of(s), s.dtype, s.pieces[0].box.shape) for s in tensors]
 
 

@@ -93,7 +93,6 @@ class HuggingFace:
         return Parallel()
 
     def keys(self) -> list[str]:
-        """Returns the keys of all tensors."""
         return list(self.entries.names)
 
     def padded_vocab(self, mapping: MappingFile) -> None:
@@ -126,7 +125,6 @@ class HuggingFace:
         return []
 
     def show(self, most: int | None) -> Shown:
-        """Returns the tensors of all files."""
         entries, config = self.entries, self.config if (self.root / CONFIG).is_file() else {}
         rows = [
             (key, *entries.entry(row)[:2], dict[str, Any]())

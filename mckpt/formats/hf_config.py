@@ -159,7 +159,6 @@ def is_side_file(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Returns whether files of these names are a tokenizer."""
     return any(is_side_file(name, TOKENIZER) for name in names)
 
 

@@ -186,7 +186,6 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Returns the box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 

@@ -333,7 +333,6 @@ class Parallel:
         )
 
     def args(self) -> dict[str, Any]:
-        """Returns the sizes as Megatron's args."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,

@@ -384,7 +384,6 @@ def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
 
 
 def _threads(threads: int, max_memory: int) -> int:
-    """Returns the number of threads of this rank."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
     found = min(threads or min(cores, THREADS), max_memory // (MEMORY + STAGING))

@@ -60,7 +60,6 @@ class Weight(NamedTuple):
     state: bool = False  # of an optimizer; other ranks may hold other elements of it
 
     def detached(self) -> torch.Tensor:
-        """Returns it without its gradient."""
         found: torch.Tensor = getattr(self.module, self.attribute).detach()
         return found if found.is_contiguous() else _not_contiguous(self.name)
 
@@ -134,7 +133,6 @@ class Memory:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the weights."""
         import torch
 
         return self.weights[0].tensor().device if self.weights else torch.device("cpu")
@@ -379,7 +377,6 @@ def _wrappers(chunk: Any) -> Iterator[Any]:
 
 
 def _shards(chunks: Sequence[Any]) -> Iterator[Any]:
-    """Yields every ShardedTensor of the chunks."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories

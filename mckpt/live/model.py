@@ -118,7 +118,6 @@ class RankParts(Chunked):
         return int(self.files[file].removeprefix("rank_"))
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the strides of a part."""
         return self._strides[key, sizes]
 
     def object(self, key: str) -> tuple[Any, Any]:
@@ -366,7 +365,6 @@ def release(model: Checkpoint) -> None:
 
 
 def sizes_of(memory: Memory) -> Parallel:
-    """Returns the parallel sizes of the running model."""
     from megatron.core import parallel_state as ps
 
     config = memory.chunks[0].config

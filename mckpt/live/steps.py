@@ -56,7 +56,6 @@ class ViewRun(NamedTuple):
     numbers: list[int]  # of the views
 
     def views(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns the views of elements of `memory`."""
         shape, strides = (len(self.numbers), *self.shape), (self.step, *self.strides)
         return memory.as_strided(shape, strides, self.start).unbind(0)
 

@@ -98,7 +98,6 @@ def _replace(text: str, old: str, new: str) -> str:
 
 
 def _concat(lists: list[list[Any]]) -> list[Any]:
-    """Returns all lists as one."""
     _refuse_long(sum(map(len, lists)))
     return list(itertools.chain.from_iterable(lists))
 

@@ -280,7 +280,6 @@ class MappingFile(Struct, frozen=True):
         return int(dims["num_layers"] if self.numbering is None else self.numbering(dims))
 
     def choices_in(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the choices that the args determine."""
         try:
             config = dict(self.upgraded(args))
             found = {name: e({"config": config}) for name, e in self.by_args.items()}

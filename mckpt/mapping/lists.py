@@ -140,5 +140,4 @@ def _short(value: Any) -> str:
 
 @functools.cache
 def _listed() -> Mapping[str, Any]:
-    """Returns the entries of mappings/lists.yaml."""
     return parse(FOLDER / "lists.yaml")[0]

@@ -146,7 +146,6 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(packed: Any) -> Any:
-    """Returns the value that `_packed` has packed."""
     if isinstance(packed, dict):
         node = Node()
         for key, (line, inner) in packed.items():

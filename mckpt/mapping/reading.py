@@ -129,7 +129,6 @@ _DIM = (
 
 
 def folder(kind: str) -> Path:
-    """Returns the directory with the files of one of KINDS."""
     return FOLDER / kind
 
 

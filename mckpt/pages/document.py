@@ -38,7 +38,6 @@ def text(value: Any) -> Markup:
 
 
 def many(parts: Iterable[Any]) -> Markup:
-    """Returns all parts, one after the other."""
     return Markup("".join(map(text, parts)))
 
 

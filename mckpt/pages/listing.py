@@ -111,7 +111,6 @@ class Numbering:
         return [b for b in named if b.rule.key == s.key] or named
 
     def keys(self, s: Stored) -> list[str]:
-        """Returns the key of each tensor."""
         fields = self.of(s)
         if not fields:
             return [carried.key_of(s) if s.carried else s.key] * len(s)

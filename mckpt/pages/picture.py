@@ -33,7 +33,6 @@ class Side(NamedTuple):
 
     @property
     def files(self) -> list[str]:
-        """Returns the names of the files."""
         return [printable(shown(f.removeprefix(f"{self.root}/"))) for f in self.layout.files]
 
 
@@ -63,7 +62,6 @@ def of_checkpoint(source: Checkpoint) -> str:
 
 
 def of_plan(plan: PlanData) -> str:
-    """Returns the page of a plan."""
     content = plan.json()
     target = Side("Target", plan.destination.format, plan.names, plan.layout, "", [])
     sides = [target, _source(plan.source)]

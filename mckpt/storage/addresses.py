@@ -62,7 +62,6 @@ class Url(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the last part of the path."""
         return self.path.rpartition("/")[2]
 
     @property

@@ -83,7 +83,6 @@ class Archive:
         return holes.object.time if holes else self.path.stat().st_mtime_ns
 
     def list(self) -> dict[str, Object]:
-        """Returns the members by name."""
         return self.objects
 
     def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:

@@ -311,7 +311,6 @@ def _retried(name: HubName, call: Callable[[], T]) -> T:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -122,7 +122,6 @@ class SparseCopy:
         return self.store.write(name, data)
 
     def remove(self, names: Collection[str]) -> None:
-        """Removes objects."""
         self.store.remove(names)
         for name in names:
             self.forget(name)

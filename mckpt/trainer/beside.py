@@ -171,7 +171,6 @@ def _stems(name: str, key: str, shard: Any) -> Iterator[tuple[str, list[tuple[in
 
 
 def _key(stem: str, names: Mapping[str, Any], part: str, side: str) -> str:
-    """Returns the key of a factor."""
     return ".".join(filter(None, (stem, names["module"], part, names["factors"][side])))
 
 

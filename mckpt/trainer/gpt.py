@@ -25,12 +25,10 @@ def sparse_attention(args: Namespace) -> bool:
 
 
 def layers_differ(args: Namespace) -> bool:
-    """Returns whether layers differ in their parts or widths."""
     return bool(getattr(args, "heterogeneous_layers_config_encoded_json", None))
 
 
 def problems(args: Namespace) -> list[str]:
-    """Returns the problems of the args of a GPTModel."""
     from megatron.core import __version__
 
     variant = getattr(args, "experimental_attention_variant", None)

@@ -384,7 +384,6 @@ def other_optimizer(place: str, distributed: bool) -> SourceError:
 
 
 def same_sizes(a: Any, b: Any) -> bool:
-    """Returns whether two args have the same model-parallel sizes."""
     names = ("tensor", "pipeline", "virtual_pipeline", "expert")
     keys = [*(f"{name}_model_parallel_size" for name in names), "expert_tensor_parallel_size"]
     return all((getattr(a, key, None) or 1) == (getattr(b, key, None) or 1) for key in keys)

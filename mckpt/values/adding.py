@@ -52,7 +52,6 @@ class Factor(NamedTuple):
 
     @property
     def turned(self) -> Factor:
-        """The transpose."""
         return self._replace(down=self.along, along=self.down)
 
     def block(

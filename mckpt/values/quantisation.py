@@ -98,7 +98,6 @@ class Grid(NamedTuple):
 
     @property
     def encoding(self) -> Encoding:
-        """Returns the encoding of the weight."""
         return ENCODINGS[self.code]
 
     @property

@@ -223,7 +223,6 @@ def logits(facts: dict[str, Any]) -> Markup:
 
 
 def training(facts: dict[str, Any]) -> Markup:
-    """Returns the section that shows the losses of two trainings."""
     found = facts["training"]
     (first, second), norms = found["losses"], found["grad_norms"]
     names = [say_sizes(sizes) for sizes in found["sizes"]]

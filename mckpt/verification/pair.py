@@ -36,7 +36,6 @@ class Pair:
 
 
 def run_sizes(parallel: Parallel, cp: int = 1) -> dict[str, int]:
-    """Returns the sizes at which Megatron-Core runs."""
     sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "ep")}
     return {**sizes, "etp": parallel.expert_tp, "cp": cp}
 

@@ -47,7 +47,6 @@ STYLE = Path(__file__).with_name("report.css")
 
 
 def page(verdict: Verdict) -> str:
-    """Returns the whole page."""
     facts, title = verdict.facts, f"{verdict.verdict.upper()}: mckpt verify"
     sections = (
         ("where", _where),
@@ -247,7 +246,6 @@ def _layout(facts: dict[str, Any]) -> Markup:
 
 
 def _experts(facts: dict[str, Any], parallel: Parallel, per_stage: int) -> Markup:
-    """Returns the experts of each expert-parallel rank."""
     count = facts.get("coverage", {}).get("experts", {}).get("per_layer", 0)
     if not count or count % parallel.ep:
         return NOTHING
@@ -267,7 +265,6 @@ def _dims(facts: dict[str, Any]) -> Markup:
 
 
 def _values(facts: dict[str, Any]) -> Markup:
-    """Returns the comparison of the stored values."""
     found = facts["values"]
     counts = [
         ("equal to the last bit", f"{found['tensors_equal']:,} logical tensors"),

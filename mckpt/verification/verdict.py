@@ -118,7 +118,6 @@ class Verdict:
 
 
 def _logits_lines(dtype: str, measured: dict[str, Any]) -> list[str]:
-    """Returns the lines for the logits in one dtype."""
     what, key = ("max", "max_abs") if dtype == "float32" else ("rms", "rms")
     out = [
         f"logits {dtype}: {what} {measured[key]:.3g}, tolerance {measured['tolerance']:.3g}"

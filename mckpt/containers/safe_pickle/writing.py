@@ -31,7 +31,6 @@ class Emitter:
         self._keep: list[Any] = []  # keeps those values alive, so that no other gets their id()
 
     def done(self) -> bytes:
-        """Returns the pickle."""
         return b"".join((self.out, b"."))
 
     def constant(self, value: Any) -> bytes:

@@ -49,7 +49,6 @@ class Common:
         return {**(self.args or {}), **({} if version is None else {VERSION: version})}
 
     def parallel(self) -> Parallel:
-        """Returns the parallel sizes of its args."""
         try:
             return Parallel.of_args(self.args or {})
         except (UsageError, TypeError) as e:

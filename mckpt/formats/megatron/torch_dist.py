@@ -144,7 +144,6 @@ class TorchDist:
         return self.common.parallel()
 
     def keys(self) -> list[str]:
-        """Returns the keys of all tensors."""
         return list(self.metadata.tensors)
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:

@@ -51,7 +51,6 @@ class Array(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Returns the number of chunks along each axis."""
         return tuple(-(-n // size) for n, size in zip(self.shape, self.chunk, strict=True))
 
     def index_of(self, name: str) -> tuple[int, ...] | None:
@@ -69,12 +68,10 @@ class Array(NamedTuple):
 
 
 def chunk_name(index: tuple[int, ...]) -> str:
-    """Returns the file name of a chunk."""
     return ".".join(map(str, index)) or "0"
 
 
 def has_arrays(root: Path) -> bool:
-    """Returns whether a directory contains an array."""
     return next(root.glob(f"*/{ARRAY}"), None) is not None
 
 

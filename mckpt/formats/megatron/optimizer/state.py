@@ -99,7 +99,6 @@ class Optimizer(NamedTuple):
 
     @property
     def states(self) -> list[str]:
-        """Returns the names of the states."""
         return sorted({name.partition("@")[2] for name in self.layout.shapes})
 
 
