@@ -114,10 +114,10 @@ class Sync:
         }
 
         def begun() -> tuple[Memory, int | None]:
-            checked = SyncOptions(
-                **{name: given[name] for name in SyncOptions.__struct_fields__}
-                | {"allow_inexact": allow_inexact}
-            )
+            names = SyncOptions.__struct_fields__
+            listed: dict[str, Any] = {name: given[name] for name in names}
+            listed["allow_inexact"] = allow_inexact
+            checked = SyncOptions(**listed)
             return Memory(model_chunks), checked.bucket_bytes
 
         self.memory, most = own_result(begun, lambda _: {"function": "Sync", **given})

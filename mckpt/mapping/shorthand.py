@@ -63,7 +63,8 @@ def with_defaults(root: Node) -> Node:
     if not {"defaults", "default_expressions", "model_type"} & root.keys():
         return root
     dims, also = _section(root, "dims"), _section(root, "also")
-    for section, expression in (("defaults", repr), ("default_expressions", str)):
+    sections: dict[str, Callable[[Any], str]] = {"defaults": repr, "default_expressions": str}
+    for section, expression in sections.items():
         given = _section(root, section)
         unread = set(given)
         for name, spec in dims.items():
