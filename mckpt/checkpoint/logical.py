@@ -6,30 +6,28 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import SourceError, UsageError, counted
 from mckpt.geometry.box import (
     Box,
     Layout,
-    Move,
     Piece,
     Stored,
     by_axes,
-    by_rows,
     gaps,
     moves,
     overlap,
-    phased,
     row_major,
     whole_box,
 )
 from mckpt.lazy import numpy as np
 from mckpt.storage import descriptors
 from mckpt.storage.files import opened
-from mckpt.values.adding import Lengths, Product, ZeroRow, add
-from mckpt.values.dtypes import cast, itemsize, numpy_dtype, shift
-from mckpt.values.quantisation import Grid, Unbounded, dequantise, is_bounded
+from mckpt.values.adding import Lengths
+from mckpt.values.dtypes import NoValue, itemsize, numpy_dtype
+from mckpt.values.element import Cast, Element, Place
+from mckpt.values.quantisation import Grid, is_bounded
 
 if TYPE_CHECKING:
     import torch
@@ -179,6 +177,15 @@ class LogicalTensor(LazyTensor):
         return self._reader.read(self.name, self._box, buffer)
 
 
+class _Held(NamedTuple):
+    """Pieces of stored tensors whose values are computed alike; see `Stored.groups`."""
+
+    stored: Stored
+    pieces: list[Piece]
+    added: int | None  # the number of the piece, if a product is added to it
+    row_of: Mapping[tuple[int, int], int]  # layer and expert -> number of the stored tensor
+
+
 class Reader(Mapping[str, "LogicalTensor"]):
     """A mapping of logical names to `LogicalTensor`.
 
@@ -187,7 +194,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
     def __init__(self, layout: Layout, allow_overflow: bool = False) -> None:
         self._layout, self._lengths, self._allow = layout, Lengths(), allow_overflow
-        self._stored: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
+        self._stored: dict[str, list[_Held]] = {}
         self._order: dict[str, tuple[str, int, int]] = {}
         rows = []
         for s in layout.stored:
@@ -195,10 +202,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 continue
             pairs = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
             row_of = {pair: i for i, pair in enumerate(pairs)}
-            for template in dict.fromkeys(p.tensor for p in s.pieces):
-                self._stored.setdefault(template, []).append(
-                    (s, [p for p in s.pieces if p.tensor == template and not p.copy], row_of)
-                )
+            for template, pieces, added in s.groups():
+                self._stored.setdefault(template, []).append(_Held(s, pieces, added, row_of))
                 rows += [(layer, template, expert) for layer, expert in pairs]
         for layer, template, expert in sorted(set(rows)):
             self._order[template.format(layer=layer, expert=expert)] = (template, layer, expert)
@@ -222,16 +227,16 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
     def dtype(self, name: str) -> str:
         """Returns the dtype of the elements, or of the values of block-quantised ones."""
-        return self._first(name)[0].dtype
+        return self._first(name).stored.dtype
 
     def offset(self, name: str) -> float:
         """Returns the number that the stored values have been shifted by; see Piece."""
-        return self._first(name)[1][0].offset
+        return self._first(name).pieces[0].offset
 
-    def _first(self, name: str) -> tuple[Stored, list[Piece]]:
-        """Returns the first stored tensor that has elements of a logical one, and its pieces."""
+    def _first(self, name: str) -> _Held:
+        """Returns the first pieces that have elements of a logical tensor."""
         template, layer, expert = self._order[name]
-        return next((s, p) for s, p, row_of in self._stored[template] if (layer, expert) in row_of)
+        return next(held for held in self._stored[template] if (layer, expert) in held.row_of)
 
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
         """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.
@@ -245,98 +250,62 @@ class Reader(Mapping[str, "LogicalTensor"]):
         out = (np.empty(nbytes, "u1") if buffer is None else buffer[:nbytes]).view(f"u{size}")
         into = Piece(template, box, 0, row_major(box.shape))
         covered = 0
-        for s, pieces, row_of in self._stored[template]:
-            row = row_of.get((layer, expert))
+        for held in self._stored[template]:
+            row = held.row_of.get((layer, expert))
             if row is not None:
-                self._place(s, row, pieces, into, out)
-                inner = (overlap(piece.box, box) for piece in pieces)
+                self._place(held, row, into, out)
+                inner = (overlap(piece.box, box) for piece in held.pieces)
                 covered += sum(math.prod(one.shape) for one in inner if one is not None)
         if covered != math.prod(box.shape):
-            s = self._first(name)[0]
+            s = self._first(name).stored
             raise SourceError(
                 f"{name}: {s.key} has {covered:,} of the {math.prod(box.shape):,} elements"
                 f" {list(box.shape)} from {list(box.offset)} on, and no file has the others"
             )
         return out
 
-    def _place(
-        self, s: Stored, row: int, pieces: list[Piece], into: Piece, out: np.ndarray
-    ) -> None:
-        """Copies the elements that one stored tensor's `pieces` hold into `out`, which holds the
+    def _place(self, held: _Held, row: int, into: Piece, out: np.ndarray) -> None:
+        """Copies the elements that the pieces of one stored tensor have into `out`, which holds the
         box of `into`.
         """
-        size, wide = itemsize(s.stored_as), out.itemsize
-        offset = pieces[0].offset  # of all pieces of one logical tensor
-        plain = pieces
-        products: list[tuple[Move, int, Product | None]] = []
-        if s.added:
-            held = {i: p for i, p in enumerate(s.pieces) if i in s.added and p in pieces}
-            plain = [p for p in pieces if p not in held.values()]
-            products = [
-                (m, 0, Product.of(s.added[i][row]))
-                for i, p in held.items()
-                for m in by_axes(p, into)
-            ]
-        overlaps = [m for p in plain for m in moves(p, into)]
-        parts = [(m, 0) for m in overlaps]
-        if s.scales:
-            straight = (part for m in overlaps for part in by_rows(m, s.shape[-1]))
-            parts = [part for m in straight for part in phased(m, s.scales.per_byte)]
-        for m, phase, product in [*products, *((m, phase, None) for m, phase in parts)]:
+        s, pieces = held.stored, held.pieces
+        # all pieces of a logical tensor have one offset
+        cast = Cast(s.stored_as, s.dtype, -pieces[0].offset, held.added is not None)
+        element = Element(cast)
+        if held.added is not None:
+            element = Element.of(cast, s.added[held.added][row])
+        elif s.scales:
+            element = Element.of(cast, s.scales.grids[row:])
+        file, size, wide = int(s.file[row]), itemsize(s.stored_as), out.itemsize
+        kinds = [np.dtype(f"u{size}")] * 2 if cast.same else list(map(numpy_dtype, cast[:2]))
+        cut = by_axes if cast.adapted else moves
+        for m, phase in s.phased(m for p in pieces for m in cut(p, into)):
             at = int(s.at[row]) + m.src_start * size
-            if (
-                m.src_step == m.dst_step == 1
-                and not (s.scales or s.rounded_from or offset or product)
-                and (m.rows == 1 or m.run * size >= DIRECT)
-            ):
+            direct = m.rows == 1 or m.run * size >= DIRECT
+            if cast.same and m.src_step == m.dst_step == 1 and direct:
                 for i in range(m.rows):  # without a buffer in between
                     start = m.dst_start + i * m.dst_pitch
-                    self._pread(
-                        int(s.file[row]),
-                        at + i * m.src_pitch * size,
-                        out[start : start + m.run].view("u1"),
-                    )
+                    view = out[start : start + m.run].view("u1")
+                    self._pread(file, at + i * m.src_pitch * size, view)
                 continue
+            place = Place(at, m.src_pitch * size, m.src_step * size)
             span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
-            raw = self._pread(int(s.file[row]), at, np.empty(span * size, "u1")).view(f"u{size}")
-            rows = np.lib.stride_tricks.as_strided(
-                raw, (m.rows, m.run), (m.src_pitch * size, m.src_step * size)
-            )
+            raw = self._bytes(file, at, span * size).view(kinds[0])
+            shape = m.rows, m.run
+            rows = np.lib.stride_tricks.as_strided(raw, shape, place[1:])
             to = np.lib.stride_tricks.as_strided(
-                out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide)
+                out[m.dst_start :].view(kinds[1]), shape, (m.dst_pitch * wide, m.dst_step * wide)
             )
-
-            def read(file: int, at: int, nbytes: int) -> np.ndarray:
-                return self._pread(file, at, np.empty(nbytes, "u1"))
-
-            if product is not None:
-                values, target = rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype))
-                where = at, m.src_pitch * size, m.src_step * size
-                try:
-                    add(product, values, target, *where, read, self._lengths)
-                except ZeroRow as e:
-                    raise UsageError(
-                        f"{into.tensor.format(layer=s.layer[row], expert=s.expert[row])}:"
-                        f" {self._layout.files[int(s.file[row])]}: {e}"
-                    ) from None
-            elif s.scales:
-                grid = Grid(*s.scales.grids[row].tolist())._replace(phase=phase)
-                target = to.view(numpy_dtype(s.dtype))
-                try:
-                    where = at, m.src_pitch, m.src_step
-                    dequantise(grid, rows, target, *where, read, self._allow)
-                except Unbounded as e:
-                    raise UsageError(
-                        f"{into.tensor.format(layer=s.layer[row], expert=s.expert[row])}:"
-                        f" {self._layout.files[int(s.file[row])]}: {e};"
-                        " --allow-overflow of a conversion or of diff accepts it"
-                    ) from None
-            elif offset:
-                shift(rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype)), -offset)
-            elif s.rounded_from:
-                cast(rows.view(numpy_dtype(s.rounded_from)), to.view(numpy_dtype(s.dtype)))
-            else:
-                to[...] = rows
+            if isinstance(element.term, Grid):
+                element = element._replace(term=element.term._replace(phase=phase))
+            try:
+                element.fill(rows, to, place, self._bytes, self._lengths, self._allow)
+            except NoValue as e:
+                name = into.tensor.format(layer=s.layer[row], expert=s.expert[row])
+                advice = "; --allow-overflow of a conversion or of diff accepts it"
+                raise UsageError(
+                    f"{name}: {self._layout.files[file]}: {e}{advice if e.becomes else ''}"
+                ) from None
 
     def check_replicas(self, check: Callable[[], None] = lambda: None) -> list[str]:
         """Returns the tensors that are stored several times, on several ranks or under several
@@ -352,11 +321,12 @@ class Reader(Mapping[str, "LogicalTensor"]):
             for row, (layer, expert) in enumerate(
                 zip(s.layer.tolist(), s.expert.tolist(), strict=True)
             ):
-                for p in s.pieces:
+                for number, p in enumerate(s.pieces):
                     name = p.tensor.format(layer=layer, expert=expert)
+                    added = number if number in s.added else None
                     blocks = _blocks(p, max(1, BLOCK_BYTES // size))
                     if self.dtype(name) != s.dtype or not all(
-                        self._same(s, row, part, name, check) for part in blocks
+                        self._same(_Held(s, [part], added, {}), row, name, check) for part in blocks
                     ):
                         file = self._layout.files[int(s.file[row])]
                         out.append(
@@ -365,12 +335,13 @@ class Reader(Mapping[str, "LogicalTensor"]):
                         )
         return out
 
-    def _same(self, s: Stored, row: int, p: Piece, name: str, check: Callable[[], None]) -> bool:
-        """Returns whether a box of a stored tensor equals the box that a read returns."""
+    def _same(self, held: _Held, row: int, name: str, check: Callable[[], None]) -> bool:
+        """Returns whether a piece of a stored tensor equals the box that a read returns."""
         check()
+        (p,) = held.pieces
         theirs = self.read(name, p.box)
         mine = np.empty_like(theirs)
-        self._place(s, row, [p], Piece(p.tensor, p.box, 0, row_major(p.box.shape)), mine)
+        self._place(held, row, Piece(p.tensor, p.box, 0, row_major(p.box.shape)), mine)
         return np.array_equal(mine, theirs)
 
     def unbounded(self) -> list[str]:
@@ -378,16 +349,13 @@ class Reader(Mapping[str, "LogicalTensor"]):
         its scale. Reads the scales, and the elements of those tensors whose scales are large.
         """
 
-        def read(file: int, at: int, nbytes: int) -> np.ndarray:
-            return self._pread(file, at, np.empty(nbytes, "u1"))
-
         found: dict[str, str] = {}
         for s in self._layout.stored:
             if s.scales is None or s.replica:
                 continue
             for row, numbers in enumerate(s.scales.grids.tolist()):
                 grid = Grid(*numbers)
-                scales = grid.scales(0, -(-s.shape[0] // grid.rows), 0, grid.across, read)
+                scales = grid.scales(0, -(-s.shape[0] // grid.rows), 0, grid.across, self._bytes)
                 if is_bounded(grid, scales):
                     continue
                 place = {"layer": s.layer[row], "expert": s.expert[row]}
@@ -427,7 +395,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             for row in range(len(s)):
                 for at, length in blocks:
                     start = int(s.at[row]) + at * size
-                    raw = self._pread(int(s.file[row]), start, np.empty(length * size, "u1"))
+                    raw = self._bytes(int(s.file[row]), start, length * size)
                     filled = raw.reshape(-1, size * width if length % width == 0 else size).any(1)
                     if filled.any():
                         values = np.abs(raw.view(numpy_dtype(s.dtype)).astype("f4"))
@@ -439,6 +407,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
             f" not zero (largest {largest:.3g}), and {'is' if count == 1 else 'are'} dropped"
             for (key, noun), (count, largest) in extra.items()
         ]
+
+    def _bytes(self, file: int, at: int, nbytes: int) -> np.ndarray:
+        """Returns bytes of a file in new memory."""
+        return self._pread(file, at, np.empty(nbytes, "u1"))
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
         """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""

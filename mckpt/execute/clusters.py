@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mckpt.geometry.join import UNSCALED, Cast
+from mckpt.geometry.join import UNSCALED
 from mckpt.values import dtypes, quantisation
 from mckpt.values.dtypes import numpy_dtype
+from mckpt.values.element import Cast
 
 # Up to so many bytes between two spans are read and dropped instead of starting another read:
 # memcpy moves as many in the 1.5 us of a system call.

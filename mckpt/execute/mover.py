@@ -30,20 +30,18 @@ from mckpt.execute.quantising import (
     quantise,
 )
 from mckpt.execute.units import Work, is_quantised, is_ranges
-from mckpt.geometry.join import UNSCALED, Cast, Joined
+from mckpt.geometry.join import UNSCALED, Joined
 from mckpt.storage.descriptors import is_remote
-from mckpt.values import adding
-from mckpt.values.dtypes import cast, has_infinity, numpy_dtype, pieces, shift
-from mckpt.values.quantisation import ALONE, E4M3, VALUES, Grid, Unbounded, dequantise
+from mckpt.values.adding import Lengths
+from mckpt.values.dtypes import NoValue, cast
+from mckpt.values.element import Cast, Element, Place
+from mckpt.values.quantisation import ALONE, E4M3, Grid
 
 # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 PIECE = 1 << 20
 # bytes of the buffers of one staged step, unless one row needs more: 1 to 4 MiB measured alike,
 # 8 MiB costs 15% more
 TILE = 2 << 20
-# Elements of a transposed row that are placed at a time, so that their cache lines stay in L1 for
-# the next row: 2 GB/s instead of 0.3.
-LINES = 512
 # bytes; a row of at least this size that is written alone gets a crc of its own, which takes 28
 # bytes of state; shorter rows are read back
 ROW_SUM = 32 << 10
@@ -82,7 +80,7 @@ class Mover:
     allow_overflow: bool
     write: Callable[[int, memoryview, int, str], None] = write_at
     measured: Measured = field(default_factory=Measured)
-    lengths: adding.Lengths = field(default_factory=adding.Lengths)
+    lengths: Lengths = field(default_factory=Lengths)
 
     def move(
         self, work: Work, number: int, memory: memoryview, check: Callable[[], None]
@@ -97,8 +95,8 @@ class Mover:
             overall = self._overall(work, number, memory, check)
         sources = {c.src_file for c in copies}
         for c in copies if not quantised else ():
-            if c.grid != UNSCALED:
-                sources |= self._factors(c)
+            if c.grid != UNSCALED and (term := self.element(c).term):
+                sources |= term.files
         with (
             self.sources.opened(sources) as slab.src,
             self.targets.opened(c.dst_file for c in copies) as slab.dst,
@@ -134,19 +132,15 @@ class Mover:
         self.sources.close()
         self.targets.close()
 
-    def _factors(self, c: Copy) -> set[int]:
-        """Returns the numbers of the files that hold the scales or the factors of a copy."""
-        if self.casts[c.cast].adapted:
-            return self.product(c).files
-        return set(self.grid(c).files)
-
-    def product(self, c: Copy) -> adding.Product:
-        """Returns the product that a copy adds to the elements of its source."""
-        assert self.grids is not None, "copies add products, and no table was given"
-        return adding.Product.of(self.grids[c.grid :])
+    def element(self, c: Copy) -> Element:
+        """Returns how a copy whose bytes change computes its elements."""
+        if c.grid == UNSCALED:
+            return Element(self.casts[c.cast])
+        assert self.grids is not None, "copies have scales or products, and no table was given"
+        return Element.of(self.casts[c.cast], self.grids[c.grid :])
 
     def grid(self, c: Copy) -> Grid:
-        """Returns the scales of a scaled copy's source."""
+        """Returns the scales of a weight that is written quantised."""
         assert self.grids is not None, "copies are scaled, and no grids were given"
         return Grid(*self.grids[c.grid].tolist())
 
@@ -167,6 +161,11 @@ class _SlabCopy:
 
     def _read(self, file: int, view: memoryview, at: int) -> None:
         read_at(self.src[file], view, at, self.mover.sources.paths[file])
+
+    def _bytes(self, file: int, at: int, nbytes: int) -> bytearray:
+        raw = bytearray(nbytes)
+        self._read(file, memoryview(raw), at)
+        return raw
 
     def _write(self, file: int, view: memoryview, at: int) -> None:
         self.mover.write(self.dst[file], view, at, self.mover.targets.paths[file])
@@ -328,65 +327,22 @@ class _SlabCopy:
             self._read(band.file, self.memory[start : start + width], at + i * band.pitch)
 
     def _place(self, c: Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
-        """Places and casts the elements of one copy in the buffer; `row` is their first row.
+        """Places the values of one copy in the buffer; `row` is their first row.
 
-        Raises Overflow for a finite value that becomes infinite as float16.
+        Raises Overflow for a value that cannot be written.
         """
-        offset = 0.0 if c.cast == SAME else self.mover.casts[c.cast].offset
-        if c.grid != UNSCALED:
-            assert not offset, "no rule has an offset for a matrix that is quantised or adapted"
-            self._compute(c, src, dst, row)
-        elif offset:
-            for part in pieces(*src.shape):
-                shift(src[part], dst[part], offset)
-        else:
-            width = LINES if c.transposed else c.run
-            for j in range(0, c.run, width):
-                cast(src[:, j : j + width], dst[:, j : j + width])
         if c.cast == SAME:
+            cast(src, dst)
             return
-        if self.mover.allow_overflow or self.mover.casts[c.cast].target != "float16":
-            return
-        for part in pieces(*dst.shape):
-            if not has_infinity(dst[part]):
-                continue
-            values, at = src[part], c.src_at + part[1].start * c.src_step
-            if c.grid != UNSCALED:
-                values = np.empty(values.shape, numpy_dtype(VALUES))
-                self._compute(c._replace(src_at=at), src[part], values, row + part[0].start)
-            for i, j in np.argwhere(np.isinf(dst[part]) & np.isfinite(values)).tolist():
-                at += (row + part[0].start + i) * c.src_pitch + j * c.src_step
-                path, value = self.mover.sources.paths[c.src_file], float(values[i, j])
-                raise Overflow(
-                    c.tensor,
-                    f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow"
-                    " writes inf",
-                )
-
-    def _compute(self, c: Copy, src: np.ndarray, out: np.ndarray, row: int) -> None:
-        """Dequantises rows of a scaled copy from `row` on, or adds the product of an adapter.
-
-        It reads the scales and the factors each time it needs them. They are few bytes, and the
-        kernel keeps their pages.
-        """
-
-        def read(file: int, at: int, nbytes: int) -> bytearray:
-            raw = bytearray(nbytes)
-            self._read(file, memoryview(raw), at)
-            return raw
-
-        where = c.src_at + row * c.src_pitch, c.src_pitch, c.src_step
-        if c.cast != SAME and self.mover.casts[c.cast].adapted:
-            try:
-                adding.add(self.mover.product(c), src, out, *where, read, self.mover.lengths)
-            except adding.ZeroRow as e:
-                raise Overflow(c.tensor, f"{self.mover.sources.paths[c.src_file]}: {e}") from None
-            return
+        mover, element = self.mover, self.mover.element(c)
+        place = Place(c.src_at + row * c.src_pitch, c.src_pitch, c.src_step)
         try:
-            dequantise(self.mover.grid(c), src, out, *where, read, self.mover.allow_overflow)
-        except Unbounded as e:
-            place = f"{self.mover.sources.paths[c.src_file]}: {e}"
-            raise Overflow(c.tensor, f"{place}; --allow-overflow writes it") from None
+            element.fill(src, dst, place, self._bytes, mover.lengths, mover.allow_overflow)
+            if not mover.allow_overflow:
+                element.refuse_infinite(src, dst, place, self._bytes, mover.lengths)
+        except NoValue as e:
+            advice = f"; --allow-overflow writes {e.becomes}" if e.becomes else ""
+            raise Overflow(c.tensor, f"{mover.sources.paths[c.src_file]}: {e}{advice}") from None
 
     def _flush(self, strip: Strip, view: memoryview, row: int, rows: int) -> None:
         """Writes a strip's rows in the longest runs that leave the neighbouring bytes alone: all

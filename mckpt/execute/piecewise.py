@@ -20,8 +20,9 @@ from mckpt.execute.ranks import Ranks
 from mckpt.execute.threads import ThreadPool
 from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.execute.units import Work
-from mckpt.geometry.join import COPY, UNSCALED, Cast, Joined
+from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.values.dtypes import itemsize
+from mckpt.values.element import Cast
 
 MEMORY = 8 << 20  # bytes of the buffer, which is the share of a thread of a conversion
 # bytes from row to row; rows that are closer together pass through the buffer, because Python needs

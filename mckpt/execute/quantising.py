@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import UsageError
 from mckpt.execute.clusters import GAP, Copy
-from mckpt.geometry.join import Cast
 from mckpt.lazy import numpy as np
 from mckpt.values import quantisation
 from mckpt.values.dtypes import numpy_dtype
+from mckpt.values.element import Cast
 from mckpt.values.quantisation import Grid
 
 # Bytes for each element of a cell: its value, a temporary value, and the bytes that are read.

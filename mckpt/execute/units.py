@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.execute.clusters import SAME, SECTOR
-from mckpt.geometry.join import COPY, UNSCALED, Cast, Joined
+from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.values.dtypes import itemsize
+from mckpt.values.element import Cast
 from mckpt.values.quantisation import ALONE, ENCODINGS, SCALES, WRITTEN, Grid
 
 # bytes between two entries of the journal, which each thread may have to do again after a kill;

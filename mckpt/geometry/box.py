@@ -115,6 +115,29 @@ class Stored:
         """The dtype of the elements in the buffer."""
         return self.scales.dtype if self.scales else self.rounded_from or self.dtype
 
+    def groups(self) -> list[tuple[str, list[Piece], int | None]]:
+        """Returns the pieces that are read, in groups whose values are computed alike: each piece
+        to which a product is added, with its number; all others of a logical tensor, with None. The
+        name of the tensor comes first.
+        """
+        plain: dict[str, list[Piece]] = {}
+        groups: list[tuple[str, list[Piece], int | None]] = []
+        for i, piece in enumerate(self.pieces):
+            if not piece.copy and i in self.added:
+                groups.append((piece.tensor, [piece], i))
+            elif not piece.copy:
+                plain.setdefault(piece.tensor, []).append(piece)
+        return groups + [(name, pieces, None) for name, pieces in plain.items()]
+
+    def phased(self, listed: Iterable[Move]) -> list[tuple[Move, int]]:
+        """Returns moves out of the buffer, each with the phase of its elements. Those of a
+        quantised weight are cut so that one row of scales belongs to a row of elements.
+        """
+        if self.scales is None:
+            return [(m, 0) for m in listed]
+        straight = (part for m in listed for part in by_rows(m, self.shape[-1]))
+        return [part for m in straight for part in phased(m, self.scales.per_byte)]
+
 
 # The file of tensors that a source does not have and whose values are known (`absent` of a rule).
 # It has a zero at each byte and no end.

@@ -4,8 +4,6 @@ once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from msgspec import Struct
 
@@ -20,11 +18,11 @@ from mckpt.geometry.box import (
     coalesce,
     gaps,
     moves,
-    phased,
     tiles,
 )
 from mckpt.values import adding
 from mckpt.values.dtypes import itemsize
+from mckpt.values.element import Cast
 from mckpt.values.quantisation import WRITTEN, Grid
 
 # One copy: `rows` rows of `run` elements. A pitch is the distance of rows, a step that of
@@ -50,20 +48,6 @@ COPY = np.dtype(
 )
 UNSCALED = -1
 PHASE = Grid._fields.index("phase")
-
-
-class Cast(NamedTuple):
-    """The change of a value on its way from the source to the target."""
-
-    source: str  # dtype
-    target: str  # dtype
-    offset: float = 0.0  # added to the value
-    adapted: bool = False  # the product of an adapter is added; `grid` is its first row
-
-    @property
-    def same(self) -> bool:
-        """Returns whether the target has the bytes of the source."""
-        return self.source == self.target and not (self.offset or self.adapted)
 
 
 class Joined(Struct, frozen=True, eq=False):
@@ -133,18 +117,12 @@ def join(source: Layout, target: Layout) -> Joined:
                     grids.append(each)
             row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
-            for name, pieces in _by_name(s).items():
-                held: list[tuple[list[Piece], int | None, int]] = []
-                for i in (
-                    i for i in s.added if s.pieces[i].tensor == name and not s.pieces[i].copy
-                ):
-                    held.append(([s.pieces[i]], sum(map(len, grids)), s.added[i].shape[1]))
-                    grids.append(s.added[i].reshape(-1, adding.WIDTH))
-                read = [p for p in pieces if not p.copy]
-                if plain := [p for i, p in enumerate(s.pieces) if p in read and i not in s.added]:
-                    held.append((plain, first, 1))
-                for some, start, each_has in held:
-                    holders.setdefault(name, []).append((s, some, row_of, start, each_has))
+            for name, pieces, added in s.groups():
+                start, each_has = first, 1
+                if added is not None:
+                    start, each_has = sum(map(len, grids)), s.added[added].shape[1]
+                    grids.append(s.added[added].reshape(-1, adding.WIDTH))
+                holders.setdefault(name, []).append((s, pieces, row_of, start, each_has))
     parts = []
     for t in target.stored:
         ids = _ids(t, experts)
@@ -158,10 +136,7 @@ def join(source: Layout, target: Layout) -> Joined:
                 pairs = ((p, w) for p in pieces for w in wanted)
                 found = [m for p, w in pairs for m in (by_axes if adapted else moves)(p, w)]
                 found = found if adapted else coalesce(found)
-                parts_of = [(m, 0) for m in found]
-                if s.scales:
-                    straight = (part for m in found for part in by_rows(m, s.shape[-1]))
-                    parts_of = [one for m in straight for one in phased(m, s.scales.per_byte)]
+                parts_of = s.phased(found)
                 if quantised is not None:
                     assert first is None, f"{t.key} is quantised in the source and in the target"
                     turned = (part for m in found for part in by_rows(_back(m), t.shape[-1]))

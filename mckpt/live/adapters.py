@@ -24,6 +24,7 @@ from mckpt.geometry.join import UNSCALED
 from mckpt.live.buckets import OWN, Buckets
 from mckpt.live.model import adapter_of, required
 from mckpt.values.adding import NO_AXIS, Factor, Product
+from mckpt.values.dtypes import sum_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -130,18 +131,16 @@ class Products:
         import torch
 
         product = self._product(move.grid)
-        start = (move.origin - product.at) // weights.element_size()
-        (m, n), (pitch, step) = move.shape, move.src_strides
-        weights, out = weights.view(m, n), out.view(m, n)
-        if (n > 1 and step >= product.down) or (n == 1 and m > 1 and pitch < product.down):
-            weights, out, pitch, step, m, n = weights.T, out.T, step, pitch, n, m
-        down = max(1, pitch // product.down) if m > 1 else 1
-        along = max(1, step // product.along) if n > 1 else 1
-        row = start // product.down + product.row
-        column = start % product.down // product.along + product.column
+        item, (pitch, step) = weights.element_size(), move.src_strides
+        start = (move.origin - product.at) // item
+        turned, row, down, column, along = product.lines(move.shape, start, pitch, step)
+        weights, out = weights.view(move.shape), out.view(move.shape)
+        if turned:
+            weights, out = weights.T, out.T
+        m, n = weights.shape
         left = self._rows(product.left, row, down, (m, product.rank))
         right = self._rows(product.right.turned, column, along, (n, product.rank)).T.double()
-        wide = torch.float64 if 8 in (weights.element_size(), out.element_size()) else torch.float32
+        wide = getattr(torch, sum_dtype(item, out.element_size()))
         for first in range(0, m, height := max(1, SUMS // n)):
             part = slice(first, first + height)
             sums = (left[part].double() * product.scale) @ right

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.geometry.box import row_major
-from mckpt.geometry.join import UNSCALED, Cast
+from mckpt.geometry.join import UNSCALED
 from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, ExportedTensor
 from mckpt.values.dtypes import itemsize
+from mckpt.values.element import Cast
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,6 @@ from mckpt.adapters.checkpoint import AdapterCheckpoint
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
-from mckpt.geometry.join import Cast
 from mckpt.live.adapters import LiveTensors, Products, chosen
 from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, plan
 from mckpt.live.memory import Memory
@@ -30,6 +29,8 @@ from mckpt.live.together import (
     refusal_of,
 )
 from mckpt.options import SyncOptions, TargetOptions
+from mckpt.values.dtypes import itemsize, sum_dtype
+from mckpt.values.element import Cast
 from mckpt.values.quantisation import LARGEST
 
 if TYPE_CHECKING:
@@ -247,8 +248,7 @@ class Sync:
 
     def _overflows(self, cast: Cast) -> bool:
         """Returns whether finite values may become infinite that must not."""
-        same = cast.source == "float16" and not cast.adapted
-        return cast.target == "float16" and not (same or self.allow_overflow)
+        return cast.overflows and not self.allow_overflow
 
     def _is_special(self, cast: Cast) -> bool:
         return bool(cast.offset) or cast.adapted or self._overflows(cast)
@@ -453,13 +453,13 @@ def _views(memory: torch.Tensor, listed: list[ViewRun]) -> list[torch.Tensor]:
 
 
 def _shifted(view: torch.Tensor, cast: Cast) -> torch.Tensor:
-    """Returns the values of a view with the offset of their cast, as `values.casting.shift`."""
+    """Returns the values of a view with the offset of their cast, as `dtypes.shift` does."""
     import torch
 
     if not cast.offset:
         return view
-    wide = torch.float64 if "float64" in (cast.source, cast.target) else torch.float32
-    return view.to(wide) + cast.offset
+    wide = sum_dtype(itemsize(cast.source), itemsize(cast.target))
+    return view.to(getattr(torch, wide)) + cast.offset
 
 
 def _quantised(

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mckpt.lazy import numpy as np
-from mckpt.values.dtypes import bfloat16_bits, itemsize, numpy_dtype
+from mckpt.values.dtypes import NoValue, bfloat16_bits, itemsize, numpy_dtype, sum_dtype
 from mckpt.values.quantisation import Grid
 
 # elements of each array that is in use at a time: with their float32 values they stay in L2, and
@@ -115,6 +115,23 @@ class Product(NamedTuple):
         magnitudes = {self.magnitudes.file} if self.axis != NO_AXIS else set()
         return {self.left.file, self.right.file, *magnitudes, *(s.part.file for s in self.segments)}
 
+    def lines(
+        self, shape: tuple[int, ...], start: int, pitch: int, step: int
+    ) -> tuple[bool, int, int, int, int]:
+        """Returns where elements [m, n] of the part lie in the product: whether n goes down, the
+        first row and the distance of rows, the first column and the distance of columns.
+
+        Element (i, j) is start + i * pitch + j * step elements behind the first one of the part.
+        """
+        m, n = shape
+        turned = (n > 1 and step >= self.down) or (n == 1 and m > 1 and pitch < self.down)
+        if turned:
+            m, n, pitch, step = n, m, step, pitch
+        down = max(1, pitch // self.down) if m > 1 else 1
+        along = max(1, step // self.along) if n > 1 else 1
+        row, column = start // self.down + self.row, start % self.down // self.along + self.column
+        return turned, row, down, column, along
+
     def words(self) -> list[int]:
         """Returns the numbers of `of`, [(ROWS + segments) * WIDTH]."""
         place = [self.at, self.down, self.along, self.row, self.column, self.rank]
@@ -148,10 +165,6 @@ class Product(NamedTuple):
         )
 
 
-class ZeroRow(Exception):
-    """A row of sums is zero, so no magnitude can give it a length."""
-
-
 class Lengths:
     """Computes the numbers that multiply the rows of sums with magnitudes, and keeps them.
 
@@ -165,7 +178,7 @@ class Lengths:
     def of(self, product: Product, first: int, count: int, read: Read) -> np.ndarray:
         """Returns magnitude / length of `count` rows from `first` on, in float32.
 
-        Raises ZeroRow.
+        Raises NoValue for a row of zeros, to which no magnitude can give a length.
         """
         near = product.segments[0].part
         # down the file, lengths are computed for all rows at once
@@ -216,7 +229,7 @@ def _lengths(product: Product, first: int, count: int, read: Read) -> np.ndarray
                 total[at] += np.einsum("ij,ij->i", sums, sums, dtype="f8")
     if not total.all():
         axis = "row" if product.axis == ROW_WISE else "column"
-        raise ZeroRow(
+        raise NoValue(
             f"{axis} {first + int(np.argmin(total))} of the weight with the adapter's product is"
             " zero, and DoRA divides by its length, so PEFT computes NaN; train the adapter again"
         )
@@ -237,18 +250,14 @@ def add(
     """Fills `out` [m, n], of any float dtype, with the sums of `weights` [m, n] and the product.
 
     weights[i, j] is the element at byte at + i * pitch + j * step of its file. One axis goes along
-    the product's rows, the other down its columns. Raises ZeroRow.
+    the product's rows, the other down its columns. Raises NoValue.
     """
-    item = weights.itemsize
-    start, pitch, step = (at - product.at) // item, pitch // item, step // item
-    m, n = weights.shape
-    if (n > 1 and step >= product.down) or (n == 1 and m > 1 and pitch < product.down):
-        weights, out, pitch, step, m, n = weights.T, out.T, step, pitch, n, m
-    down = max(1, pitch // product.down) if m > 1 else 1
-    along = max(1, step // product.along) if n > 1 else 1
-    row, column = start // product.down, start % product.down // product.along
-    row, column, rank = row + product.row, column + product.column, product.rank
-    wide = "f8" if 8 in (item, out.itemsize) else "f4"
+    item, rank = weights.itemsize, product.rank
+    numbers = (at - product.at) // item, pitch // item, step // item
+    turned, row, down, column, along = product.lines(weights.shape, *numbers)
+    if turned:
+        weights, out = weights.T, out.T
+    (m, n), wide = weights.shape, sum_dtype(item, out.itemsize)
     times: list[np.ndarray | None] = [None, None]  # of the rows, of the columns
     if product.axis == ROW_WISE:
         times[0] = lengths.of(product, row, (m - 1) * down + 1, read)[::down, None]

@@ -4,7 +4,7 @@
     value of (r, c) = bfloat16(float32(weight[r, c]) * float32(scales[r // 128, c // 128]))
 
 The product is rounded once. If it is not finite, although the element is, it is refused: see
-`Unbounded`. transformers (integrations/finegrained_fp8.py and mxfp4.py), DeepSeek's
+`dequantise`. transformers (integrations/finegrained_fp8.py and mxfp4.py), DeepSeek's
 own inference/kernel.py (weight_dequant), compressed-tensors and ModelOpt (quantization/qtensor)
 compute the same values.
 
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mckpt.lazy import numpy as np
-from mckpt.values.dtypes import cast, itemsize, numpy_dtype, pieces
+from mckpt.values.dtypes import NoValue, cast, itemsize, numpy_dtype, pieces
 
 CODES = "float8_e4m3fn"
 VALUES = "bfloat16"
@@ -41,10 +41,6 @@ LARGEST_E2M1 = 6.0
 LARGEST_VALUE = (2 - 2**-7) * 2.0**127  # of bfloat16
 
 Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> a buffer of those bytes
-
-
-class Unbounded(ValueError):
-    """An element whose scale makes it infinite, or not a number."""
 
 
 class Encoding(NamedTuple):
@@ -162,7 +158,7 @@ def dequantise(
     weight, the other down its columns (box.by_rows). Values are rounded to bfloat16 before they are
     cast to the dtype of `out`, so that they are equal in every dtype.
 
-    Raises Unbounded for a value that is not finite, unless its element is not or `allow_overflow`
+    Raises NoValue for a value that is not finite, unless its element is not or `allow_overflow`
     is set. The elements are looked at only where a scale is so large that there may be one.
     """
     codes = codes.view("u1")
@@ -220,7 +216,7 @@ def _refuse(
     pitch: int,
     step: int,
 ) -> None:
-    """Raises Unbounded for the first value that is not finite, although its element is.
+    """Raises NoValue for the first value that is not finite, although its element is.
 
     grid, codes, scale, of: as for `_values`. at, pitch, step: the places of the codes.
     """
@@ -236,9 +232,10 @@ def _refuse(
     factor = float(np.broadcast_to(_spread(scale, of, codes.shape[1]), codes.shape)[i, j])
     if ENCODINGS[grid.code] == MXFP4:
         element, factor = element / 2, factor * 2
-    raise Unbounded(
+    raise NoValue(
         f"{element:g} at byte {at + i * pitch + j * step:,}, times its scale {factor:g}, is"
-        f" {float(rounded[i, j]):g} in {VALUES}"
+        f" {float(rounded[i, j]):g} in {VALUES}",
+        "it",
     )
 
 

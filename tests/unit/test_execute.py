@@ -23,10 +23,11 @@ from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, piecewise, ray_tasks, units
 from mckpt.execute.engine import execute
 from mckpt.execute.transfer import CopySettings, Transfer
-from mckpt.geometry.join import COPY, Cast, Joined
+from mckpt.geometry.join import COPY, Joined
 from mckpt.progress import Progress
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize, numpy_dtype
+from mckpt.values.element import Cast
 
 SAME = [("bfloat16", "bfloat16")]
 RNG = np.random.default_rng(7)
@@ -416,8 +417,9 @@ CHILD = textwrap.dedent("""
     import numpy as np
     from mckpt.execute import engine as ex, units
     from mckpt.execute.transfer import CopySettings, Transfer
-    from mckpt.geometry.join import COPY, Cast, Joined
+    from mckpt.geometry.join import COPY, Joined
     from mckpt.storage.files import TargetFile
+    from mckpt.values.element import Cast
 
     folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
     delay, budget = float(sys.argv[3]), int(sys.argv[4])

@@ -1,0 +1,99 @@
+"""The value of an element on its way from a source to a target. Whoever copies, reads or sends
+elements takes its rules from here.
+
+    source and target of one dtype              the same bytes
+    of two dtypes                               cast
+    with an offset                              shifted, and rounded once to the target
+    of a quantised weight (`Grid`)              times its scale, rounded to bfloat16, then cast
+    of a weight with an adapter (`Product`)     plus the product, and rounded once to the target
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mckpt.lazy import numpy as np
+from mckpt.values.adding import Lengths, Product, Read, add
+from mckpt.values.dtypes import NoValue, cast, has_infinity, numpy_dtype, pieces, shift
+from mckpt.values.quantisation import VALUES, Grid, dequantise
+
+
+class Cast(NamedTuple):
+    """The change of a value on its way from the source to the target."""
+
+    source: str  # dtype
+    target: str  # dtype
+    offset: float = 0.0  # added to the value
+    adapted: bool = False  # the product of an adapter is added
+
+    @property
+    def same(self) -> bool:
+        """Returns whether the target has the bytes of the source."""
+        return self.source == self.target and not (self.offset or self.adapted)
+
+    @property
+    def overflows(self) -> bool:
+        """Returns whether a finite value may become infinite: only float16 has a small range."""
+        return self.target == "float16" and not self.same
+
+
+class Place(NamedTuple):
+    """Where elements [m, n] lie in their file: (i, j) at byte at + i * pitch + j * step."""
+
+    at: int
+    pitch: int
+    step: int
+
+
+class Element(NamedTuple):
+    """How the elements of one copy are computed: a cast, and the scales by which they are
+    multiplied or the product that is added to them.
+    """
+
+    cast: Cast
+    term: Grid | Product | None = None
+
+    @classmethod
+    def of(cls, cast: Cast, table: np.ndarray) -> Element:
+        """Returns the element whose term starts in the first row of a table (Joined.grids)."""
+        return cls(cast, Product.of(table) if cast.adapted else Grid(*table[0].tolist()))
+
+    def fill(
+        self,
+        src: np.ndarray,
+        out: np.ndarray,
+        place: Place,
+        read: Read,
+        lengths: Lengths,
+        allow_overflow: bool = False,
+    ) -> None:
+        """Fills `out` [m, n] with the values of `src` [m, n]; both have the dtypes of the cast.
+
+        place: that of `src`. The scales and factors are read each time, because they are few bytes
+        whose pages the kernel keeps. Raises NoValue, but leaves float16 to `refuse_infinite`.
+        """
+        if isinstance(self.term, Product):
+            add(self.term, src, out, *place, read, lengths)
+        elif self.term is not None:
+            dequantise(self.term, src, out, *place, read, allow_overflow)
+        elif self.cast.offset:
+            shift(src, out, self.cast.offset)
+        else:
+            cast(src, out)
+
+    def refuse_infinite(
+        self, src: np.ndarray, out: np.ndarray, place: Place, read: Read, lengths: Lengths
+    ) -> None:
+        """Raises NoValue if a finite value became infinite in `out`, which `fill` has filled."""
+        for part in pieces(*out.shape) if self.cast.overflows else ():
+            if not has_infinity(out[part]):
+                continue
+            skipped = part[0].start * place.pitch + part[1].start * place.step
+            values, here = src[part], place._replace(at=place.at + skipped)
+            if self.term is not None:
+                values = np.empty(values.shape, numpy_dtype(VALUES))
+                self.fill(src[part], values, here, read, lengths)
+            for i, j in np.argwhere(np.isinf(out[part]) & np.isfinite(values)).tolist():
+                at = here.at + i * place.pitch + j * place.step
+                value = f"{float(values[i, j]):g} at byte {at}"
+                raise NoValue(f"{value} is beyond float16's 65504", "inf")
