@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from mckpt import errors
-from tests.helpers import tiny
+from tests.helpers import made_models, tiny
 from tests.helpers.commands import good
 from tests.helpers.tiny import TinyModel
 
@@ -67,8 +67,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModel]:
-    """A function (case, dtype) -> the Hugging Face directory of a tiny model. Each is written once.
-    A test that changes one must copy it, which is checked at the end.
+    """A function (case, dtype) -> the Hugging Face directory of a model of tests/helpers/tiny.py or
+    made_models.py. Each is written once. A test that changes one must copy it, which is checked at
+    the end.
     """
     root = tmp_path_factory.mktemp("tiny")
     stamped: dict[Path, dict[Path, int]] = {}
@@ -76,7 +77,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModel]:
     def written(case: str, dtype: str = "bfloat16") -> Path:
         directory = root / dtype / case
         if directory not in stamped:
-            tiny.tiny_random(case, directory, dtype)
+            if case in tiny.CASES:
+                tiny.tiny_random(case, directory, dtype)
+            elif dtype == "float32":
+                made_models.make([case], directory.parent)
+            else:
+                made_models.cast(written(case, "float32"), directory, dtype)
             stamped[directory] = stamps(directory)
         return directory
 

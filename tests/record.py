@@ -349,7 +349,7 @@ def live(book: Book, name: str) -> None:
         **{"loads": [[str(src), {}]], "exports": [[str(src), {}]]},
         "saves": [[str(book.root / f"saved-{kind}"), given] for kind, given in saves.items()],
     }
-    result = judge([case], 2, book.root / "judge")["live"]
+    result = judge([case], book.root / "judge")["live"]
     book.runs["live"] = {key: result.get(key) for key in ("ok", "differs", "exported")}
     for kind in saves:
         book.runs[f"save {kind}"] = {"files": digests(book.root / f"saved-{kind}", book.told)}

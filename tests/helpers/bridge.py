@@ -1,9 +1,8 @@
-"""Megatron-Bridge as a judge: converts many Hugging Face models to torch_dist in one process.
+"""Megatron-Bridge as a judge: converts many Hugging Face models to torch_dist in one process: a
+program of tests/helpers/session.py.
 
-    MEGATRON_BRIDGE_PYTHON tests/helpers/bridge.py cases.json out_dir
-
-It runs in an environment of its own, which CONTRIBUTING.md describes. cases.json is a list of
-dicts with these entries; the results stand behind the arrow:
+It runs in an environment of its own, which CONTRIBUTING.md describes. A case is a dict with these
+entries; the results stand behind the arrow:
 
     name        of the case
     source      Hugging Face directory
@@ -42,14 +41,16 @@ from benchmarks import peers
 from tests.helpers import renamed, tiny
 
 
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
+def prepare() -> None:
     sys.meta_path.append(peers.StandIns())
     peers.without_gpu()
     without_kernels()
     published_configs()
     sizes_of_two_kinds_of_layers()
+
+
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
     said = Warnings()
     logging.getLogger("megatron.bridge").addHandler(said)
     for case in cases:
@@ -77,6 +78,7 @@ def main() -> None:
         text = json.dumps({"name": case["name"], **result})
         (out / f"{case['name']}.json").write_text(text)
         gc.collect()
+    return 0
 
 
 class Warnings(logging.Handler):
@@ -298,7 +300,3 @@ def compare_logits(source: Path, model: Any) -> dict[str, float]:
         "difference": (found - wanted).abs().max().item(),
         "largest": wanted.abs().max().item(),
     }
-
-
-if __name__ == "__main__":
-    main()

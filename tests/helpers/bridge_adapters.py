@@ -1,10 +1,8 @@
-"""Megatron-Bridge as a judge of adapters, on one or more ranks.
+"""Megatron-Bridge as a judge of adapters, on one or more ranks: a program of
+tests/helpers/session.py.
 
-    WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=20000 \\
-        MEGATRON_BRIDGE_PYTHON tests/helpers/bridge_adapters.py cases.json out_dir
-
-It runs in the environment of bridge.py. cases.json is a list of dicts with these entries; the
-results stand behind the arrow:
+It runs in the environment of bridge.py. A case is a dict with these entries; the results stand
+behind the arrow:
 
     name     of the case
     source   Hugging Face directory of the base
@@ -30,7 +28,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import traceback
 import zlib
@@ -80,11 +77,14 @@ def mend_shared_outer() -> None:
     utils._make_grouped_expert_sharded_tensor = with_groups
 
 
-def run() -> None:
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    return forked.fork_ranks(lambda: run_rank(cases, out))
+
+
+def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
     """Runs all cases on one rank."""
     from megatron.core import parallel_state
 
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     dist.init_process_group("gloo")
     for case in cases:
         sizes = {"tp": 1, "pp": 1, "ep": 1, **case["sizes"]}
@@ -349,9 +349,3 @@ def forward(model: Any, tokens: torch.Tensor, tp: int) -> torch.Tensor:
         dist.all_gather(parts, logits.contiguous(), group=ps.get_tensor_model_parallel_group())
         logits = torch.cat(parts, -1)
     return logits.float()
-
-
-if __name__ == "__main__":
-    prepare()
-    os.environ.setdefault("WORLD_SIZE", "1")
-    sys.exit(forked.fork_ranks(run))

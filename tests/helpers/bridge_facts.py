@@ -84,7 +84,7 @@ def main() -> None:
             for c in (*chosen, *(f"{case}.saved" for case in shared))
         ]
         python = os.environ["MEGATRON_BRIDGE_PYTHON"]
-        results = judge(cases, 1, work / "ran", fake_te=True, program="bridge.py", python=python)
+        results = judge(cases, work / "ran", te=True, program="bridge", python=python)
         FACTS.mkdir(exist_ok=True)
         for case in chosen:
             assert results[case]["ok"], results[case]["error"]

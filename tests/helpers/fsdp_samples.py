@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mckpt
 from tests.helpers import tiny
-from tests.helpers.judging import explain, judge
+from tests.helpers.judging import ask
 from tests.judge.test_stock import launch_line
 
 STEPS = 2
@@ -83,6 +83,8 @@ def case(sample: Sample, checkpoint: Path, directory: Path) -> dict[str, Any]:
     """
     shards = {"shards": sample.form} if sample.form in EQUAL else {}
     return {
+        "kind": "stock",
+        "te": True,
         "name": sample.name,
         "world": 2 * sample.sizes.get("tp", 1),
         "flags": [*launch_line(checkpoint), *FLAGS, *FORMS[sample.form]],
@@ -102,10 +104,8 @@ def main() -> None:
         Sample("qwen3-moe", {"ep": 2}, "distributed"),
     ]
     changes = {"qwen3": SMALL, "qwen3-moe": SMALL_MOE}
-    cases = [case(s, source(s, directory, changes[s.model]), directory) for s in samples]
-    results = judge(cases, 2, directory / "results", fake_te=True, program="stock.py")
-    for name, result in results.items():
-        print(name, explain(result)[-2000:])
+    for s in samples:
+        ask(**case(s, source(s, directory, changes[s.model]), directory))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,8 @@
-"""Runs many cases on the real megatron-core in one launch, on CPU (gloo) or GPU (NCCL).
+"""Runs many cases on the real megatron-core, on CPU (gloo) or GPU (NCCL): a program of
+tests/helpers/session.py. The ranks are forks of its process.
 
-    torchrun --nproc-per-node W tests/helpers/judge.py cases.json out_dir
-    python tests/helpers/judge.py cases.json out_dir
-
-The second form runs on one machine: the ranks are forks of the process, and the environment must
-have WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-cases.json is a list of dicts. Each has `kind`, may have `name` (default case000, case001 ...), and
-has further entries by kind. The entries are listed first, and the results behind the arrow:
+A case is a dict. It has `kind`, a `name`, and further entries by kind. The entries are listed
+first, and the results behind the arrow:
 
     forward  checkpoint
              tokens: [[...]]
@@ -38,6 +33,7 @@ has further entries by kind. The entries are listed first, and the results behin
     train    checkpoint and the other entries of a job of mckpt.trainer.train
              -> steps: what train() returns
              frozen: optional patterns of the names of parameters that are not trained
+    t5       the entries of tests/helpers/t5_model.py
     live     checkpoint, args, and the entries of tests/helpers/live_cases.py
     grid     cp; runs at any size without the processes
              -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of each rank that writes it]}
@@ -56,10 +52,10 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -81,36 +77,43 @@ from tests.helpers import bert_model
 TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
 
 
-def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    out = Path(sys.argv[2])
-    out.mkdir(parents=True, exist_ok=True)
-    if "JUDGE_PARENT" in os.environ:
-        threading.Thread(
-            target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
-        ).start()
+def prepare() -> None:
+    for needed in forked.NEEDED:
+        importlib.import_module(needed)
     cpu.install()
     bert_model.install()
+
+
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    os.environ["WORLD_SIZE"] = str(max(ranks_of(case) for case in cases))
+    return forked.fork_ranks(lambda: main(cases, out))
+
+
+def main(cases: list[dict[str, Any]], out: Path) -> None:
+    """Runs all cases on one rank."""
+    watch_parent()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, num_ranks = next(
         dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5 * TIMEOUT_S))
     )
-    for index, case in enumerate(cases):
-        case = {"name": f"case{index:03d}"} | case
+    for case in cases:
         patience = case.get("patience", 3 * case.get("timeout", TIMEOUT_S))
         faulthandler.dump_traceback_later(patience, exit=True)
-        run_case(case, dist.PrefixStore(case["name"], store), rank, num_ranks, out)
+        run_case(case, dist.PrefixStore(case["name"], store), rank, out)
         faulthandler.cancel_dump_traceback_later()
     store.set(f"bye{rank}", "")
     if rank == 0:  # this rank may host the store
         store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=TIMEOUT_S))
 
 
+def watch_parent() -> None:
+    """Ends this process group once the tests have ended (a test run that was killed)."""
+    parent = int(os.environ["JUDGE_PARENT"])
+    threading.Thread(target=die_with, args=(parent,), daemon=True).start()
+
+
 def die_with(parent: int) -> None:
-    """Ends this process group when the process that started it has ended (a test run that was
-    killed).
-    """
     while True:
         time.sleep(1)
         try:
@@ -119,20 +122,16 @@ def die_with(parent: int) -> None:
             os.killpg(0, signal.SIGKILL)
 
 
-def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int, out: Path) -> None:
+def run_case(case: dict[str, Any], store: dist.Store, rank: int, out: Path) -> None:
     """Runs one case on this rank. Rank 0 gathers the results of the others through the store, which
     outlives their process groups.
     """
     limit = datetime.timedelta(seconds=5 * case.get("timeout", TIMEOUT_S))
-    alone = case["kind"] in ("grid", "keys", "buckets")
-    world = 1 if alone else case.get("world") or smallest_world(case)
+    world = ranks_of(case)
     started = time.time()
     if rank < world:
         try:
-            if world > num_ranks:
-                raise ValueError(f"the case needs {world} ranks, the launch has {num_ranks}")
-            result = KINDS[case["kind"]](case, store, rank, world, out)
-            report = {"result": result}
+            report = {"result": KINDS[case["kind"]](Case(case, store, rank, out))}
         except BaseException:
             report = {"error": traceback.format_exc(), "failed_after_s": time.time() - started}
         finally:
@@ -142,7 +141,7 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
                 tear_down()
         store.set(f"report{rank}", json.dumps(report))
     if rank == 0:
-        ranks = range(min(world, num_ranks))
+        ranks = range(world)
         store.wait([f"report{r}" for r in ranks], limit)
         reports = [json.loads(store.get(f"report{r}")) for r in ranks]
         failed = sorted(
@@ -170,19 +169,39 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
     store.wait(["end"], limit)
 
 
-def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, world: int) -> None:
-    """Starts the process groups of one case."""
-    timeout_s = case.get("timeout", TIMEOUT_S)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-    trains = bool(case.get("trains") or case.get("resumes") is not None)
-    build.initialize(args, timeout_s, gloo_groups=trains)
+class Case(dict[str, Any]):
+    """The entries of a case, on one rank of `world`."""
+
+    def __init__(self, entries: dict[str, Any], store: dist.Store, rank: int, out: Path) -> None:
+        super().__init__(entries)
+        self.store, self.rank, self.out = store, rank, out
+        self.world = ranks_of(entries)
+
+    def join(self) -> float:
+        """Joins the process group of the case; returns the limit of one collective, in seconds."""
+        timeout_s: float = self.get("timeout", TIMEOUT_S)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        return timeout_s
+
+    def start(self, args: Namespace) -> None:
+        """Starts all process groups of a model."""
+        trains = bool(self.get("trains") or self.get("resumes") is not None)
+        build.initialize(args, self.join(), gloo_groups=trains)
+
+    def sizes(self) -> dict[str, Any]:
+        given = {name: self[name] for name in ("tp", "pp", "vpp", "ep", "etp") if self.get(name)}
+        return given | ({"transformer_impl": self["impl"]} if self.get("impl") else {})
+
+    def keep(self, logits: torch.Tensor) -> None:
+        """Saves the logits as those of the case."""
+        if self.rank == 0:
+            np.save(self.out / f"{self['name']}.npy", logits.cpu().numpy())
 
 
 def tear_down() -> None:
@@ -194,9 +213,10 @@ def tear_down() -> None:
     gc.collect()
 
 
-def sizes(case: dict[str, Any]) -> dict[str, Any]:
-    given = {name: case[name] for name in ("tp", "pp", "vpp", "ep", "etp") if case.get(name)}
-    return given | ({"transformer_impl": case["impl"]} if case.get("impl") else {})
+def ranks_of(case: dict[str, Any]) -> int:
+    """Returns the number of processes that a case needs: one may play all ranks in turn."""
+    alone = case["kind"] in ("grid", "keys", "buckets")
+    return 1 if alone else case.get("world") or smallest_world(case)
 
 
 def smallest_world(case: dict[str, Any]) -> int:
@@ -204,18 +224,16 @@ def smallest_world(case: dict[str, Any]) -> int:
     return launching.world({**given, "etp": case.get("etp") or given["tp"]})
 
 
-def forward_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
+def forward_case(case: Case) -> dict[str, Any]:
     found = load.format_of(case["checkpoint"]).name
     if case.get("format", found) != found:
         raise ValueError(f"{case['checkpoint']} is {found}, not {case['format']}")
     stored = load.read_common(case["checkpoint"]).get("args")
-    args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
-    start(case, args, store, rank, world)
+    args = build.at_sizes(stored or {}, **case.get("args", {}) | case.sizes())
+    case.start(args)
     chunks = build.build(args, training=case.get("training", False))
     state = load.load(chunks, args, case["checkpoint"])
-    keep_logits(chunks, args, case, rank, out)
+    keep_logits(chunks, args, case)
     return {
         "format": found,
         "unread": state["unread"],
@@ -225,26 +243,22 @@ def forward_case(
 
 
 @torch.no_grad()
-def encode_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
-    args = build.at_sizes(load.read_args(case["checkpoint"]), **case["args"] | sizes(case))
-    start(case, args, store, rank, world)
+def encode_case(case: Case) -> dict[str, Any]:
+    args = build.at_sizes(load.read_args(case["checkpoint"]), **case["args"] | case.sizes())
+    case.start(args)
     chunks = build.build(args)
     load.load(chunks, args, case["checkpoint"])
     inputs = (torch.tensor(case[name]) for name in ("tokens", "seen", "kinds"))
     logits, sentence = chunks[0](*inputs)
-    np.save(out / f"{case['name']}.npy", logits.numpy())
+    case.keep(logits)
     return {"sentence": sentence.tolist()}
 
 
 @torch.no_grad()
-def mtp_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
+def mtp_case(case: Case) -> dict[str, Any]:
     stored = load.read_common(case["checkpoint"]).get("args")
-    args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
-    start(case, args, store, rank, world)
+    args = build.at_sizes(stored or {}, **case.get("args", {}) | case.sizes())
+    case.start(args)
     (chunk,) = build.build(args)
     state = load.load([chunk], args, case["checkpoint"])
     hidden: list[torch.Tensor] = []  # of the decoder and of each layer, one after the other
@@ -258,19 +272,17 @@ def mtp_case(
     if not chunk.share_embeddings_and_output_weights:
         weight = chunk.output_layer.weight
     logits = (hidden[0][length : 2 * length] @ weight.T).transpose(0, 1)
-    np.save(out / f"{case['name']}.npy", logits[..., : args.vocab_size].float().numpy())
+    case.keep(logits[..., : args.vocab_size].float())
     return {"unread": state["unread"]}
 
 
-def save_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
-    args = build.at_sizes({}, **case["args"] | sizes(case))
-    start(case, args, store, rank, world)
+def save_case(case: Case) -> dict[str, Any]:
+    args = build.at_sizes({}, **case["args"] | case.sizes())
+    case.start(args)
     chunks = build.build(args)
     dtype = getattr(args, "params_dtype", torch.float32)
     fill(chunks, case.get("seed", 0), dtype)
-    keep_logits(chunks, args, case, rank, out)
+    keep_logits(chunks, args, case)
     for chunk in chunks:
         build.cast(chunk, dtype)
     if case["format"].startswith("nemo"):
@@ -317,12 +329,8 @@ def save_nemo(chunks: list[Any], args: Namespace, form: str, place: Path) -> Pat
     return place
 
 
-def train_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
-    limit = datetime.timedelta(seconds=case.get("timeout", TIMEOUT_S))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+def train_case(case: Case) -> dict[str, Any]:
+    timeout_s = case.join()
     whole, patterns = build.build, case.pop("frozen", ())
 
     def partly_frozen(*args: Any, **options: Any) -> Any:
@@ -332,17 +340,14 @@ def train_case(
         return chunks
 
     with mock.patch.object(build, "build", partly_frozen):
-        return {"steps": train.run(case, limit.total_seconds())}
+        return {"steps": train.run(case, timeout_s)}
 
 
-def keep_logits(
-    chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path
-) -> None:
+def keep_logits(chunks: list[Any], args: Namespace, case: Case) -> None:
     if case.get("tokens"):
         bert_model.take_inputs_of_a_decoder(chunks, args)
         logits = worker.logits(chunks, args, torch.tensor(case["tokens"]))
-        if rank == 0:
-            np.save(out / f"{case['name']}.npy", logits.cpu().numpy())
+        case.keep(logits)
 
 
 @torch.no_grad()
@@ -384,16 +389,14 @@ def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
     assert not left, f"sharded_state_dict does not cover {left}"
 
 
-def keys_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
+def keys_case(case: Case) -> dict[str, Any]:
     """Returns the keys that the model of every rank would save. With torch's fake process group,
     one process plays all ranks in turn.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = case.get("world") or smallest_world(case)
-    args = build.at_sizes({}, **case["args"] | sizes(case))
+    args = build.at_sizes({}, **case["args"] | case.sizes())
     found = Names({}, {})
     for played in range(world):
         dist.init_process_group("fake", rank=played, world_size=world, store=FakeStore())
@@ -430,9 +433,7 @@ class Names(NamedTuple):
             ]
 
 
-def grid_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
+def grid_case(case: Case) -> dict[str, Any]:
     """Returns which rank reads and which writes which legacy file, by megatron-core's own
     RankGenerator.
     """
@@ -466,14 +467,12 @@ def grid_case(
     return {"files": files, "reads": reads}
 
 
-def live_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
+def live_case(case: Case) -> dict[str, Any]:
     from tests.helpers import live_cases
 
     stored = load.read_args(case["checkpoint"])
-    args = build.at_sizes(stored, **case.get("args", {}) | sizes(case))
-    start(case, args, store, rank, world)
+    args = build.at_sizes(stored, **case.get("args", {}) | case.sizes())
+    case.start(args)
     if case.get("trains"):
         return live_cases.run_training(case, args)
     if "resumes" in case:
@@ -483,9 +482,16 @@ def live_case(
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 
-def buckets_case(
-    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
-) -> dict[str, Any]:
+def t5_case(case: Case) -> dict[str, Any]:
+    from tests.helpers import t5_model
+
+    args = load.read_args(case["checkpoint"])
+    case.start(args)
+    with load.safe_pickles():
+        return t5_model.run(case, args)
+
+
+def buckets_case(case: Case) -> dict[str, Any]:
     """Returns where DistributedDataParallel keeps the parameters of every rank, by its own
     param_index_map. One process plays all ranks in turn.
     """
@@ -494,7 +500,7 @@ def buckets_case(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = case.get("world") or smallest_world(case)
-    args = build.at_sizes({}, **case["args"] | sizes(case))
+    args = build.at_sizes({}, **case["args"] | case.sizes())
     found = []
     for played in range(world):
         dist.init_process_group("fake", rank=played, world_size=world, store=FakeStore())
@@ -537,8 +543,5 @@ KINDS = {
     "keys": keys_case,
     "live": live_case,
     "grid": grid_case,
+    "t5": t5_case,
 }
-
-
-if __name__ == "__main__":
-    main() if "RANK" in os.environ else forked.fork_ranks(main)

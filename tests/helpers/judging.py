@@ -1,15 +1,18 @@
-"""Runs judge.py, stock.py or bridge.py for a test: starts the processes, waits with a limit, reads
-the results, and leaves nothing running.
+"""Runs judge.py, stock.py, bridge.py and other programs beside this file for tests: starts each
+once, gives it cases, waits with a limit and reads the results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -18,10 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mckpt
 from mckpt import launching
-from mckpt.containers.dcp_metadata import read_metadata
 
 HERE = Path(__file__).resolve().parent
+Case = dict[str, Any]
+LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10; a clean run is 100 times closer
 
 
 def record(
@@ -62,46 +67,18 @@ def limit(logits: np.ndarray) -> float:
     return 2e-5 * max(float(np.abs(logits).max()), 5.0)
 
 
-def multi_token_difference(case: str, result: dict[str, Any], wanted: np.ndarray) -> float:
-    """Records a result of multi-token prediction; returns the largest difference of a logit.
-
-    wanted: the logits of the reference [batch, seq - 1, ...]: the last position has no next token.
+def expect_multi_token(
+    source: Path, out: Path, tokens: np.ndarray, wanted: np.ndarray, **case: Any
+) -> None:
+    """Converts a model, and fails unless megatron-core's multi-token prediction has these logits
+    [batch, seq - 1, ...]: the last position has no next token.
     """
-    assert result["ok"], explain(result)
+    mckpt.plan(source, out, format="torch", dialect="hybrid").run()
+    result = ask("mtp", checkpoint=out, tokens=tokens, **case)
     assert result["unread"] == []
     apart, largest = np.abs(result["logits"][:, :-1] - wanted).max(), np.abs(wanted).max()
-    record("multi-token prediction", case, "torch", "1 rank", apart, largest, dialect="hybrid")
-    return float(apart)
-
-
-def expect_keys(
-    real: dict[str, Any], dist: Path, files: Path, dtypes: bool = False, objects: bool = True
-) -> None:
-    """Fails unless two checkpoints have the names and shapes of a model of Megatron-Core.
-
-    real: its result of the entry `keys` of stock.py. dist, files: the directories with the files of
-    the formats torch_dist and torch. dtypes: also compare the dtypes of torch_dist. objects: the
-    checkpoint has no objects beside those of the model, such as _extra_state.
-    """
-    import torch
-
-    assert real["ok"], explain(real)
-    stored = read_metadata(dist / ".metadata")
-    ours = {key: [list(shape), dtype] for key, (dtype, shape, _) in stored.tensors.items()}
-    tensors = {k: v for k, v in real["torch_dist"].items() if v[1] != "object"}
-    of_shape = slice(None, 2 if dtypes else 1)
-    assert {k: v[of_shape] for k, v in ours.items()} == {k: v[of_shape] for k, v in tensors.items()}
-    theirs = set(real["torch_dist"]) - set(tensors)
-    assert theirs and theirs <= set(stored.objects)
-    assert not objects or set(stored.objects) - {"common_state/shard_0_1"} == theirs
-    assert {path.name for path in files.glob("mp_rank_*")} == set(real["torch"])
-    for directory, models in real["torch"].items():
-        file = torch.load(files / directory / "model_optim_rng.pt", weights_only=False)
-        names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-        assert [name for name in file if name.startswith("model")] == names
-        for name, wanted in zip(names, models, strict=True):
-            held = {k: None if "_extra" in k else list(v.shape) for k, v in file[name].items()}
-            assert held == {k: None if "_extra" in k else shape for k, shape in wanted.items()}
+    record("multi-token prediction", source.name, "torch", "1 rank", apart, largest, "hybrid")
+    assert apart < LOGITS_ATOL
 
 
 def chosen_cases(session: pytest.Session) -> set[str]:
@@ -113,22 +90,99 @@ def chosen_cases(session: pytest.Session) -> set[str]:
     return {case for case in cases if isinstance(case, str)}
 
 
+class Session:
+    """A process that has imported a program beside this file, and runs its cases in forks
+    (tests/helpers/session.py).
+
+    It ends with this process, which holds the other end of its stdin.
+    """
+
+    def __init__(self, program: str, te: bool = False, python: str = sys.executable) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
+        path = [str(HERE / "fake_te")] * te
+        path += [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            # required by megatron-core where gated delta nets run without FLA's kernels
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "JUDGE_PARENT": str(os.getpid()),
+        }
+        self.process = subprocess.Popen(
+            [python, str(HERE / "session.py"), program],
+            env=environ,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def launch(self, cases: list[Case], ranks: int, out: Path, timeout: float) -> str:
+        """Runs cases in one fork, whose own forks are the ranks; returns the end of its log.
+
+        The ranks, and the manager processes that megatron-core's saver forks, are one process
+        group, which is always killed at the end.
+        """
+        environ = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(launching.free_port()),
+            "WORLD_SIZE": str(ranks),
+        }
+        job = {"cases": cases, "out": str(out), "environ": environ}
+        pipe, answers = self.process.stdin, self.process.stdout
+        assert pipe is not None and answers is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() tells why
+            pipe.write(json.dumps(job, default=plain).encode() + b"\n")
+        group = int(self.answer())
+        try:
+            ended = select.select([answers], [], [], timeout)[0]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        self.answer()
+        log = (out / "log.txt").read_text(errors="replace")[-6000:]
+        if not ended:
+            raise TimeoutError(f"the judge did not end in {timeout:.0f} s:\n{log}")
+        return log
+
+    def answer(self) -> bytes:
+        """Returns the next line that the process writes."""
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return line
+        self.log.seek(0)
+        raise RuntimeError(f"the session ended:\n{self.log.read()[-6000:].decode()}")
+
+
+# Each has 0.7 GB of memory, and the tests of one file need at most three. One that leaves the cache
+# ends.
+session = functools.lru_cache(maxsize=3)(Session)
+
+
+def plain(value: Any) -> Any:
+    """Returns what JSON has for an array or a path in a case."""
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)
+
+
 def judge(
-    cases: list[dict[str, Any]],
-    world_size: int,
+    cases: list[Case],
     directory: Path,
-    fake_te: bool = False,
+    te: bool = False,
     timeout: float = 1200,
-    program: str = "judge.py",
+    program: str = "judge",
     python: str = sys.executable,
+    ranks: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """Returns the result of every case by its name, with `logits` (an array) where the case gives
     them. A failed case has ok False and an error.
 
     A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the
     log, and the cases after it get a launch of their own. `timeout` is the limit of all launches
-    together, in seconds. `program` is judge.py, stock.py or bridge.py, which have the same
-    interface, and `python` is that of its environment.
+    together, in seconds. `te`: with the stand-in of Transformer Engine in fake_te. `program`
+    is a module beside this file (session.py), and `python` is that of its environment. `ranks`: for
+    a program that does not start those of its cases itself.
     """
     directory.mkdir(parents=True, exist_ok=True)
     cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
@@ -137,75 +191,43 @@ def judge(
     results: dict[str, dict[str, Any]] = {}
     left = cases
     while left:
-        log = launch(
-            left, world_size, directory, fake_te, deadline - time.monotonic(), program, python
-        )
+        limit_s = deadline - time.monotonic()
+        log = session(program, te, python).launch(left, ranks, directory, limit_s)
         while left and (directory / f"{left[0]['name']}.json").exists():
             results[left[0]["name"]] = read_result(directory, left[0]["name"])
             left = left[1:]
         if left:
-            results[left[0]["name"]] = {
-                "name": left[0]["name"],
-                "ok": False,
-                "error": {"launch": f"no verdict; the log ends:\n{log[-6000:]}"},
-            }
+            error = {"launch": f"no verdict; the log ends:\n{log}"}
+            results[left[0]["name"]] = {"name": left[0]["name"], "ok": False, "error": error}
             left = left[1:]
     return results
 
 
-def launch(
-    cases: list[dict[str, Any]],
-    world_size: int,
-    directory: Path,
-    fake_te: bool,
-    timeout: float,
-    program: str,
-    python: str,
-) -> str:
-    """Runs the program once on `world_size` ranks; returns its log.
+def attempt(kind: str, te: bool = False, **case: Any) -> dict[str, Any]:
+    """Returns the result of one case, which may have failed.
 
-    The ranks are not started by torchrun, because torchrun puts every rank into a session of its
-    own, where this function could not end it. Here all ranks, and the manager processes that
-    megatron-core's saver forks, are one process group, which is always killed at the end.
+    kind: of judge.py, or another program beside this file. te: with the stand-in of Transformer
+    Engine in fake_te.
     """
-    (directory / "cases.json").write_text(json.dumps(cases))
-    path = [
-        *([str(HERE / "fake_te")] if fake_te else []),
-        str(HERE.parents[1]),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        # required by megatron-core where gated delta nets run without FLA's kernels
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(launching.free_port()),
-        "WORLD_SIZE": str(world_size),
-        "JUDGE_PARENT": str(os.getpid()),
-    }
-    log = directory / "log.txt"
-    with log.open("w") as stream:
-        group = subprocess.Popen(
-            [python, str(HERE / program), str(directory / "cases.json"), str(directory)],
-            env=environ,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
-        try:
-            group.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"the judge did not end in {timeout:.0f}"
-                f" s:\n{log.read_text(errors='replace')[-6000:]}"
-            ) from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group.pid, signal.SIGKILL)
-            group.wait()
-    return log.read_text(errors="replace")
+    program = kind if (HERE / f"{kind}.py").exists() else "judge"
+    with tempfile.TemporaryDirectory() as place:
+        found = judge([{"kind": kind} | case], Path(place), te, program=program)
+    (result,) = found.values()
+    return result
+
+
+def ask(kind: str, te: bool = False, **case: Any) -> dict[str, Any]:
+    """Returns the result of one case, and fails with its error: see `attempt`."""
+    result = attempt(kind, te, **case)
+    assert result["ok"], explain(result)
+    return result
+
+
+def failure(kind: str, te: bool = False, **case: Any) -> str:
+    """Returns the error of a case, and fails if there was none: see `attempt`."""
+    result = attempt(kind, te, **case)
+    assert not result["ok"], f"{kind} did not fail: {result}"
+    return explain(result)
 
 
 def read_result(directory: Path, name: str) -> dict[str, Any]:

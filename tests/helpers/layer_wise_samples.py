@@ -34,7 +34,7 @@ def main() -> None:
         job | {"name": format, "format": format, "save": str(directory / format)}
         for format in ("torch", "torch_dist")
     ]
-    for name, result in judge(cases, 4, directory / "results").items():
+    for name, result in judge(cases, directory / "results").items():
         print(name, explain(result)[-2000:])
 
 

@@ -5,7 +5,7 @@ builds the model from it and saves it, so names, shapes and files are those of p
 checkpoints. Every tensor gets random values: transformers sets norms to 1 and biases to 0, and a
 converter that loses such a tensor would pass.
 
-    python -m tests.helpers.made_models OUT CASE ...
+transformers needs 5 s, so a program of tests/helpers/session.py writes them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
+import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers import renamed, tiny
+from tests.helpers.judging import session
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ROOT / "fixtures" / "families"
@@ -52,8 +52,8 @@ AS_PUBLISHED = {
 
 
 def config(case: str) -> dict[str, Any]:
-    """Returns the config.json of a case."""
-    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, WITH_IMAGES, UNKNOWN)
+    """Returns the config.json of a case, also of tests/helpers/tiny.py."""
+    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, WITH_IMAGES, UNKNOWN, tiny.FIXTURES / "tiny")
     path = next(p for folder in folders if (p := folder / f"{case}.json").exists())
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -66,17 +66,43 @@ def text(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens(case: str, rows: int = 2) -> np.ndarray:
-    """Returns random tokens [rows, length] over the whole vocabulary, at most 96 in a row."""
+    """Returns random tokens [rows, length] over the whole vocabulary, at most 96 in a row. Those of
+    a case of tests/helpers/tiny.py are up to 512.
+    """
+    if case in tiny.CASES:
+        return tiny.tokens(case, rows)
     c = config(case)
     length = min(text(c).get("max_position_embeddings", 96), 96)
     return np.random.RandomState(1).randint(0, text(c)["vocab_size"], (rows, length))
 
 
 def make(cases: Iterable[str], out: Path) -> None:
-    """Writes each case to out/CASE in a process of its own, because transformers needs 5 s."""
-    command = [sys.executable, "-m", "tests.helpers.made_models", str(out), *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    """Writes each case to out/CASE, in a process of its own."""
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = list(cases)
+    log = session("made_models").launch([{"name": case} for case in chosen], 1, out, 600)
+    assert all((out / case / "config.json").exists() for case in chosen), log
+
+
+def prepare() -> None:
+    import transformers  # noqa: F401
+
+
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    for case in cases:
+        write(case["name"], out / case["name"])
+    return 0
+
+
+def cast(source: Path, directory: Path, dtype: str) -> None:
+    """Writes the weights and the config.json of another directory, in another dtype."""
+    from safetensors.numpy import load_file
+
+    stored = load_file(source / "model.safetensors")
+    kind = tiny.DTYPES[dtype][1]
+    directory.mkdir(parents=True)
+    tiny.write_weights(directory, {k: v.astype(kind) for k, v in stored.items()})
+    shutil.copy(source / "config.json", directory)
 
 
 def write(case: str, directory: Path, c: dict[str, Any] | None = None) -> None:
@@ -163,8 +189,3 @@ def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
     if "embed" in name:
         return np.float32(0.25) * normal
     return np.float32(1.1 / np.sqrt(tensor.shape[-1])) * normal
-
-
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        write(name, Path(sys.argv[1]) / name)

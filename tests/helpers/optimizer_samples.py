@@ -96,7 +96,7 @@ def main() -> None:
         for one in cases(directory / "sources", directory)
         if not wanted or any(name in one["name"] for name in wanted)
     ]
-    results = judge(every, 4, directory / "results")
+    results = judge(every, directory / "results")
     for name, result in results.items():
         print(name, result.get("seconds"), explain(result)[-600:])
 

@@ -1,15 +1,12 @@
 """The stock trainer as a judge: megatron.training of the megatron-core wheel (0.17 and later)
-loads, runs and saves checkpoints, on CPU.
-
-    python tests/helpers/stock.py cases.json out_dir
-
-cases.json is a list. Every case is a dict:
+loads, runs and saves checkpoints, on CPU. A program of tests/helpers/session.py. Every case is a
+dict:
 
     name        of the case
     world       number of ranks
     flags       list of texts: the launch line of the checkpoint, and flags that the case appends
-    checkpoint  directory for --load; null: one rank checks the flags and makes the model's config,
-                and nothing else is done
+    checkpoint  directory for --load; without it, one rank checks the flags and makes the model's
+                config, and nothing else is done
     keys        optional, without a checkpoint; true: one rank builds the model of every rank
                 -> torch_dist, torch: as `keys` of tests/helpers/judge.py
     tokens      optional; [[...]] -> NAME.npy: fp32 logits [batch, seq, vocab]
@@ -20,8 +17,7 @@ cases.json is a list. Every case is a dict:
                 over the data-parallel ranks (tests/helpers/fsdp.py), and saved in this format. The
                 flags must choose the same
     steps       optional; training steps with made-up gradients (tests/helpers/fsdp.py) before
-    `save`, which
-                then has the optimizer
+                `save`, which then has the optimizer
     resume      optional; true: the optimizer is loaded too, and the steps go on from there
 
 Each case runs, in this order, the code of pretrain_gpt.py or pretrain_hybrid.py: parse_args,
@@ -34,22 +30,19 @@ not fit, and go on; here that is an error.
 out_dir/NAME.json: ok, seconds, error {rank: traceback}, args: values that the parser and
 validate_args arrived at, and the results.
 
-Everything is imported once, which takes 10 s. The ranks of each case are forks of this process,
-because megatron.training keeps global state. Lines marked STUB replace what needs a GPU; so does
-mckpt.trainer.cpu.
+The ranks of each case are forks of the session's process, because megatron.training keeps global
+state. Lines marked STUB replace what needs a GPU; so does mckpt.trainer.cpu.
 """
 
 from __future__ import annotations
 
 import datetime
-import gc
 import hashlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from argparse import Namespace
@@ -69,7 +62,7 @@ from megatron.training import argument_utils, arguments, checkpointing, global_v
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mckpt.trainer import build, cpu, load, mamba, train, worker
-from tests.helpers.judge import Names, die_with, tear_down
+from tests.helpers.judge import Names, tear_down, watch_parent
 
 TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
 # Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
@@ -86,18 +79,12 @@ SAVED, LOADED = ("--no-save-optim", "--no-save-rng"), ("--no-load-optim",)
 SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")
 
 
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    if "JUDGE_PARENT" in os.environ:
-        threading.Thread(
-            target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
-        ).start()
-    stub()
-    gc.freeze()  # what is imported here stays; to search it takes 0.4 s for each model of each rank
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    watch_parent()
     for case in cases:
         started = time.monotonic()
         ranks = [
-            fork(case, rank, out) for rank in range(case["world"] if case["checkpoint"] else 1)
+            fork(case, rank, out) for rank in range(case["world"] if case.get("checkpoint") else 1)
         ]
         reports = [
             report(out / f"{case['name']}.rank{rank}", pid, started)
@@ -118,6 +105,7 @@ def main() -> None:
         if "weights" in verdict:
             verdict["weights"] = [each["weights"] for each in reports]
         (out / f"{case['name']}.json").write_text(json.dumps(verdict))
+    return 0
 
 
 def fork(case: dict[str, Any], rank: int, out: Path) -> int:
@@ -133,7 +121,7 @@ def fork(case: dict[str, Any], rank: int, out: Path) -> int:
     }
     try:
         with cpu.as_cuda():
-            found = run(case, rank, out)
+            found = run_rank(case, rank, out)
     except BaseException:  # SystemExit too, because argparse raises it for a bad flag
         found = {"error": traceback.format_exc(), "failed_after_s": time.monotonic() - started}
     (out / f"{case['name']}.rank{rank}").write_text(json.dumps(found))
@@ -160,7 +148,7 @@ def report(path: Path, pid: int, started: float) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else lost
 
 
-def stub() -> None:
+def prepare() -> None:
     """Replaces the answers of CUDA that megatron.training requests, before the ranks are forked."""
     cpu.install()
     # STUB: validate_args asks for the features of a GPU
@@ -191,14 +179,14 @@ def stub() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
+def run_rank(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     """Runs one rank of one case."""
     optimizing = "optimizer" in case
     left_out = SAVED * bool(case.get("steps")) + LOADED * bool(case.get("resume"))
     run_flags = [*RUN, *case.get("optimizer", NO_OPTIMIZER)]
     run_flags = [flag for flag in run_flags if flag not in left_out]
     sys.argv = ["pretrain_gpt.py", *case["flags"], *run_flags]
-    for flag, directory in (("--load", case["checkpoint"]), ("--save", case.get("save"))):
+    for flag, directory in (("--load", case.get("checkpoint")), ("--save", case.get("save"))):
         sys.argv += [flag, directory] if directory else []
     args = arguments.parse_args()
     if args.use_checkpoint_args:
@@ -211,7 +199,7 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         mamba.install()  # STUB: the kernels of mamba_ssm
     config = getattr(argument_utils, f"{kind}_config_from_args")(args)
     result: dict[str, Any] = {"args": {name: getattr(args, name) for name in SHOWN}}
-    if case["checkpoint"] is None:
+    if not case.get("checkpoint"):
         return result | (keys(args, config, case["world"]) if case.get("keys") else {})
     global_vars.set_global_variables(args)
     store = dist.FileStore(str(out / f"{case['name']}.store"), case["world"])
@@ -323,7 +311,3 @@ def refuse_second_try(chunks: list[Any]) -> None:
         return strictly(self, state, strict=True, **kwargs)
 
     model.load_state_dict = load_state_dict
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,8 @@
-"""ms-swift as a judge of adapters: runs its `megatron export` on one or more ranks.
-
-    WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=20000 \\
-        MS_SWIFT_PYTHON tests/helpers/swift_adapters.py cases.json out_dir
+"""ms-swift as a judge of adapters: runs its `megatron export` on one or more ranks: a program of
+tests/helpers/session.py.
 
 It runs in the environment of bridge.py with ms-swift and mcore-bridge added, which CONTRIBUTING.md
-describes. cases.json is a list of dicts with these entries:
+describes. A case is a dict with these entries:
 
     name     of the case
     source   Hugging Face directory of the base, with a tokenizer
@@ -54,13 +52,16 @@ def prepare() -> None:
     import swift.megatron.pipelines.export.export  # noqa: F401
 
 
-def run() -> None:
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    return forked.fork_ranks(lambda: run_rank(cases, out))
+
+
+def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
     """Runs all cases on one rank."""
     from mcore_bridge.bridge import gpt_bridge
     from megatron.core import parallel_state
     from swift.megatron.pipelines.export.export import megatron_export_main
 
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     dist.init_process_group("gloo")
@@ -82,9 +83,3 @@ def run() -> None:
         parallel_state.destroy_model_parallel()
         gpt_bridge.EP_PP_GROUP = None  # groups of the sizes of this case
         gc.collect()
-
-
-if __name__ == "__main__":
-    prepare()
-    os.environ.setdefault("WORLD_SIZE", "1")
-    sys.exit(forked.fork_ranks(run))

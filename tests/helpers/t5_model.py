@@ -1,12 +1,10 @@
-"""Runs one rank of Megatron-Core's T5Model on torch_dist checkpoints, for tests/judge/test_t5.py.
+"""Megatron-Core's T5Model on torch_dist checkpoints, for tests/judge/test_t5.py: a kind of case of
+tests/helpers/judge.py.
 
-    python -m tests.helpers.t5_model RANK WORLD JOBS
-
-JOBS is a JSON list. Each job has `hf`, the Hugging Face directory; `checkpoint`, and `torch`, the
-same model in `torch` files, whose keys and values must be those of each rank's model; `tokens` of
-the encoder, and `answer`, those of the decoder; `given`, settings of the model that pretrain_t5.py
-has no flags for; `saved`, where Megatron-Core saves the model again; and `out`, where rank 0 writes
-the logits.
+A case has `hf`, the Hugging Face directory; `checkpoint`, and `torch`, the same model in `torch`
+files, whose keys and values must be those of each rank's model; `tokens` of the encoder, and
+`answer`, those of the decoder; `given`, settings of the model that pretrain_t5.py has no flags for;
+`saved`, where Megatron-Core saves the model again; and `tp`. Its logits are those of the decoder.
 
 Megatron-Core's own attention on CPU takes no scores by distance. Explicit puts the formula in its
 place, as the layer's spec allows.
@@ -14,13 +12,10 @@ place, as the layer's spec allows.
 
 from __future__ import annotations
 
-import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -108,12 +103,12 @@ def check_live(model: Any, own: dict[str, torch.Tensor], hf: str) -> None:
     assert not theirs.keys() - {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
 
 
-def run(rank: int, job: dict[str, Any]) -> None:
+def run(job: Any, args: Namespace) -> dict[str, Any]:
+    """Runs a case of judge.py on one rank, whose process groups are there."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     directory = f"{job['checkpoint']}/release"
-    args = dist_checkpointing.load_common_state_dict(directory)["args"]
     model = build(args, job["given"])
     # flat buffers of an optimizer have the parameters in this order
     parameters = [name for name, _ in model.named_parameters()]
@@ -131,14 +126,14 @@ def run(rank: int, job: dict[str, Any]) -> None:
     found = model.load_state_dict(weights, strict=False)
     assert not [key for pair in found for key in pair if "_extra_state" not in key], found
     own = {k: v for k, v in model.state_dict().items() if "_extra_state" not in k}
-    file = f"{job['torch']}/release/mp_rank_{rank:02d}/model_optim_rng.pt"
+    file = f"{job['torch']}/release/mp_rank_{job.rank:02d}/model_optim_rng.pt"
     stored = torch.load(file, weights_only=False)["model"]
     assert own.keys() == {k for k in stored if "_extra_state" not in k}
     assert all(torch.equal(own[key], stored[key]) for key in own)
     check_live(model, own, job["hf"])
     args.num_layers = args.encoder_num_layers
     saved = Path(job["saved"]) / "release"
-    if rank == 0:
+    if job.rank == 0:
         saved.mkdir(parents=True)
         (saved.parent / "latest_checkpointed_iteration.txt").write_text("release")
     dist.barrier()
@@ -155,23 +150,5 @@ def run(rank: int, job: dict[str, Any]) -> None:
             later,
             torch.zeros(1, 1, length, read, dtype=torch.bool),
         )
-    if rank == 0:
-        np.savez(job["out"], logits=logits[..., : args.vocab_size].numpy())
-    dist.barrier()
-
-
-def main(rank: int, world: int, jobs: list[dict[str, Any]]) -> None:
-    from megatron.core import dist_checkpointing
-
-    from mckpt.trainer.build import initialize
-
-    store = f"file://{jobs[0]['out']}.store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    first = dist_checkpointing.load_common_state_dict(f"{jobs[0]['checkpoint']}/release")
-    initialize(first["args"])
-    for job in jobs:
-        run(rank, job)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
+    job.keep(logits[..., : args.vocab_size])
+    return {}

@@ -8,11 +8,9 @@ a merge into bfloat16 are those of the formula, rounded once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,35 +170,11 @@ CASES: dict[str, tuple[str, Callable[[Path], Made]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def bases(work: Path) -> Callable[[str, str], Path]:
-    """A function: the name of a model and a dtype -> the directory of that model."""
-    made = [model for model, _ in CASES.values() if model in made_models.CASES]
-
-    @functools.cache
-    def written(model: str, dtype: str) -> Path:
-        directory = work / "bases" / dtype / model
-        if model not in made:
-            return tiny.tiny_random(model, directory, dtype)
-        if dtype == "float32":
-            if not directory.exists():
-                made_models.make(set(made), directory.parent)
-        else:
-            stored = adapters.weights(written(model, "float32"))
-            directory.mkdir(parents=True)
-            kind = tiny.DTYPES[dtype][1]
-            tiny.write_weights(directory, {k: v.astype(kind) for k, v in stored.items()})
-            shutil.copy(written(model, "float32") / "config.json", directory)
-        return directory
-
-    return written
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_merged_weights_are_the_model_with_the_adapter(bases, work, case):
+def test_merged_weights_are_the_model_with_the_adapter(tiny_model, work, case):
     model, make = CASES[case]
     for dtype in ("float32", "bfloat16"):
-        base, at = bases(model, dtype), work / case / dtype
+        base, at = tiny_model(model, dtype), work / case / dtype
         tensors, config = make(base)
         adapter = adapters.write(at / "adapter", tensors, **config)
         good("adapter", "merge", base, adapter, at / "merged")
@@ -212,8 +186,8 @@ def test_merged_weights_are_the_model_with_the_adapter(bases, work, case):
         changed = [key for key in wanted if (wanted[key] != stored[key]).any()]
         if dtype == "bfloat16" and exact:
             assert adapters.exact(wanted, changed) > 0.999, "few values have one right result"
-    base, at = bases(model, "float32"), work / case / "float32"
-    tokens = (made_models if model in made_models.CASES else tiny).tokens(model)
+    base, at = tiny_model(model, "float32"), work / case / "float32"
+    tokens = made_models.tokens(model)
     logits, plain = tiny.hf_logits(at / "merged", tokens), tiny.hf_logits(base, tokens)
     unmerged = adapters.peft_logits(base, at / "adapter", tokens)
     # the merge rounds each weight once more
@@ -236,7 +210,7 @@ NOT_ADAPTED = re.compile("vision|visual|projector|mixer.out_proj")
 
 
 @pytest.mark.parametrize("case", IN_MEMORY)
-def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path):
+def test_an_adapter_has_the_names_of_transformers_in_memory(case, tiny_model, tmp_path):
     """PEFT adapts all linears, experts and routers of the text model, and merges them. The files of
     the base have other names.
     """
@@ -244,11 +218,7 @@ def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
 
-    base = work / "in memory" / case
-    if case in made_models.CASES:
-        made_models.make([case], base.parent)
-    else:
-        tiny.tiny_random(case, base, "float32")
+    base = tiny_model(case, "float32")
     model = tiny.load(base)
     kinds = {name: module for name, module in model.named_modules() if not NOT_ADAPTED.search(name)}
     output = model.get_output_embeddings()
@@ -282,13 +252,13 @@ def test_an_adapter_has_the_names_of_transformers_in_memory(case, work, tmp_path
 
 
 @pytest.mark.parametrize("layout", ["canonical", "block"])
-def test_peft_loads_experts_of_another_rank(layout, bases, tmp_path):
+def test_peft_loads_experts_of_another_rank(layout, tiny_model, tmp_path):
     """Megatron-Bridge divides the rank of experts with normalize_moe_lora. PEFT puts the factors of
     gate and up of all experts into one pair.
     """
     from peft import PeftModel
 
-    base, back = bases("qwen3-moe", "float32"), tmp_path / "back"
+    base, back = tiny_model("qwen3-moe", "float32"), tmp_path / "back"
     made = factors(
         modules(base, "q_proj", "k_proj", "v_proj", *MLP),
         lambda module: 4 if ".experts." in module else 20,
@@ -356,13 +326,12 @@ def unsloth(model: Any) -> None:
         layer.mlp.experts, layer.mlp.router = Experts(layer.mlp.experts), Router(layer.mlp.router)
 
 
-def test_an_adapter_has_the_linears_of_unsloth(work, tmp_path):
+def test_an_adapter_has_the_linears_of_unsloth(tiny_model, tmp_path):
     """Unsloth trains the experts of a GPT-OSS of 4 bits as linears; the base has stacked ones."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    base = work / "unsloth" / "gpt_oss"
-    made_models.make(["gpt_oss"], base.parent)
+    base = tiny_model("gpt_oss", "float32")
     model, tokens = tiny.load(base), made_models.tokens("gpt_oss")
     plain = tiny.logits(model, tokens)
     unsloth(model)
@@ -439,7 +408,7 @@ OF_EXPERTS: list[dict[str, Any]] = [
     [*(("llama", c) for c in TARGETS), *(("qwen3-moe", c) for c in OF_EXPERTS)],
     ids=str,
 )
-def test_factors_that_peft_would_not_load_are_refused(model, config, bases, tmp_path):
+def test_factors_that_peft_would_not_load_are_refused(model, config, tiny_model, tmp_path):
     """PEFT adapts the modules of the base that a configuration targets. An adapter that has other
     factors too is refused, with the configuration and with the one that PEFT saves for it.
     """
@@ -447,7 +416,7 @@ def test_factors_that_peft_would_not_load_are_refused(model, config, bases, tmp_
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = bases(model, "float32")
+    base = tiny_model(model, "float32")
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
         adapted = get_peft_model(made, LoraConfig(task_type="CAUSAL_LM", **config))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,9 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.verification.levels import verify
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import refused
-from tests.helpers.judging import explain, judge
-from tests.judge.test_dialect import PADDED_ROWS, torch_dist_tensors, torch_tensors
+from tests.helpers.judging import ask
+from tests.helpers.tiny import TinyModel
+from tests.judge.test_dialect import expect_rules
 
 pytestmark = pytest.mark.judge
 
@@ -32,72 +32,42 @@ LENGTH = 40  # of the second sequence; the rest of it is padding
 
 
 @pytest.fixture(scope="module")
-def made(work: Path) -> Path:
-    made_models.make([CASE], work / "hf")
-    return work / "hf" / CASE
+def made(tiny_model: TinyModel) -> Path:
+    return tiny_model(CASE, "float32")
 
 
-@pytest.fixture(scope="module")
-def inputs() -> dict[str, Any]:
+@pytest.mark.parametrize("impl", IMPLS)
+def test_padding_kinds_of_tokens_and_both_heads(impl: str, made: Path, tmp_path: Path) -> None:
+    import torch
+
     tokens = made_models.tokens(CASE)
     seen, kinds = np.ones_like(tokens), np.zeros_like(tokens)
     seen[1, LENGTH:] = 0
     kinds[:, 15:] = 1
-    return {"tokens": tokens.tolist(), "seen": seen.tolist(), "kinds": kinds.tolist()}
-
-
-@pytest.fixture(scope="module")
-def ran(work: Path, made: Path, inputs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    cases: list[dict[str, Any]] = []
-    dialect = mapping.load("megatron", "bert")
-    for impl in IMPLS:
-        out, own = work / impl, {"dialect": "bert"}
-        mckpt.plan(made, out, format="torch", transformer_impl=impl).run()
-        read = {"checkpoint": str(out), "args": own, "impl": impl, **inputs}
-        cases.append({"name": f"encode-{impl}", "kind": "encode", **read})
-        given = {"dtype": "float32", "padded_vocab_size": PADDED_ROWS, "transformer_impl": impl}
-        args = {**dialect.write(mckpt.open(made).dims, given), **PARALLEL.args(), **own}
-        args["params_dtype"] = "float32"
-        cases.append({"name": f"keys-{impl}", "kind": "keys", "args": args, "tp": 2, "pp": 2})
-    return judge(cases, 1, work / "ran", fake_te=True, timeout=600)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_padding_kinds_of_tokens_and_both_heads(
-    impl: str, made: Path, inputs: dict[str, Any], ran: dict[str, dict[str, Any]]
-) -> None:
-    import torch
-
-    found = ran[f"encode-{impl}"]
-    assert found["ok"], explain(found)
-    tokens, seen, kinds = (torch.tensor(inputs[name]) for name in ("tokens", "seen", "kinds"))
+    mckpt.plan(made, tmp_path / "out", format="torch", transformer_impl=impl).run()
+    given = {"args": {"dialect": "bert"}, "tokens": tokens, "seen": seen, "kinds": kinds}
+    found = ask("encode", te=True, checkpoint=tmp_path / "out", impl=impl, **given)
     with torch.no_grad():
-        wanted = tiny.load(made)(tokens, attention_mask=seen, token_type_ids=kinds)
+        wanted = tiny.load(made)(
+            torch.tensor(tokens),
+            attention_mask=torch.tensor(seen),
+            token_type_ids=torch.tensor(kinds),
+        )
     vocab_size = wanted.prediction_logits.shape[-1]
     apart = found["logits"][..., :vocab_size] - wanted.prediction_logits.numpy()
-    assert np.abs(apart[seen.numpy() == 1]).max() < ATOL
+    assert np.abs(apart[seen == 1]).max() < ATOL
     assert np.abs(found["sentence"] - wanted.seq_relationship_logits.numpy()).max() < ATOL
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_every_tensor_of_the_model_has_a_rule(
-    impl: str, made: Path, ran: dict[str, dict[str, Any]]
-) -> None:
-    found = ran[f"keys-{impl}"]
-    assert found["ok"], explain(found)
+def test_every_tensor_of_the_model_has_a_rule(impl: str, made: Path) -> None:
     dialect, dims = mapping.load("megatron", "bert"), mckpt.open(made).dims
     chosen = {"transformer_impl": impl, "experts": "grouped", "latent_norms": "fused"}
-    tensors = {k: shape for k, (shape, kind) in found["torch_dist"].items() if kind != "object"}
-    assert torch_dist_tensors(dims, chosen, PARALLEL, "bert") == tensors
+    found = expect_rules("bert", dims, chosen, PARALLEL, dialect="bert")
     scope = dialect.scope(dims, keys="global", layers="stacked", pp=PARALLEL.pp, **chosen)
     objects = {key for b in dialect.bind(scope, dialect.objects) for key, _ in b.global_keys()}
     stored = {k.split("/")[0] for k, (_, kind) in found["torch_dist"].items() if kind == "object"}
     assert stored <= objects  # the stand-in for Transformer Engine lacks one
-    weights = {
-        directory: [{k: v for k, v in model.items() if not k.endswith("_extra_state")}]
-        for directory, [model] in found["torch"].items()
-    }
-    assert torch_tensors(dims, chosen, PARALLEL, "bert") == weights
 
 
 def test_a_model_without_the_head_for_sentences_is_refused(made: Path, tmp_path: Path) -> None:

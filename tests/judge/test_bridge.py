@@ -240,7 +240,7 @@ def ran(work: Path, sources: Path, chosen: list[str]) -> dict[str, dict[str, Any
         {"name": c, "source": str(sources / c), "destination": str(work / "bridge" / c)}
         for c in chosen
     ]
-    return judge(cases, 1, work / "ran", fake_te=True, program="bridge.py", python=PYTHON)
+    return judge(cases, work / "ran", te=True, program="bridge", python=PYTHON)
 
 
 def test_every_pinned_case_exists() -> None:
@@ -336,7 +336,7 @@ def test_megatron_bridge_loads_what_mckpt_writes(
     cases.append({**entry, "forward": True, "exported": False})
     for entry in cases:
         entry["checkpoint"] = str(next(Path(entry["checkpoint"]).rglob(RUN_CONFIG)).parent)
-    results = judge(cases, 1, work / "loaded", fake_te=True, program="bridge.py", python=PYTHON)
+    results = judge(cases, work / "loaded", te=True, program="bridge", python=PYTHON)
     for name, result in results.items():
         assert result["ok"], (name, result["error"])
         differ = [text for text in result["differ"] if not re.fullmatch(COPIES, text)]

@@ -11,7 +11,6 @@ command that makes one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,14 @@ import pytest
 
 from mckpt.adapters.checkpoint import of_megatron
 from mckpt.options import SourceOptions
-from tests.helpers import adapters, made_models, tiny
+from tests.helpers import adapters, made_models
 from tests.helpers.adapters import factors, modules
 from tests.helpers.commands import good
 from tests.helpers.judging import explain, judge, limit
+from tests.helpers.tiny import TinyModel
 
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
+RUN: dict[str, Any] = {"te": True, "program": "bridge_adapters", "python": PYTHON, "ranks": 2}
 pytestmark = [
     pytest.mark.judge,
     pytest.mark.slow,
@@ -134,30 +135,14 @@ EXPORT_IS_WRONG = ("dora", "dora of whole rows")  # Megatron-Bridge 0.6.2 leaves
 
 
 @pytest.fixture(scope="module")
-def bases(work: Path) -> Callable[[str], Path]:
-    """A function: the name of a model -> its directory, in fp32."""
-
-    def written(model: str) -> Path:
-        directory = work / "bases" / model
-        if not directory.exists():
-            if model in made_models.CASES:
-                made_models.make([model], directory.parent)
-            else:
-                tiny.tiny_random(model, directory, "float32")
-        return directory
-
-    return written
-
-
-@pytest.fixture(scope="module")
-def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
+def ran(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
     """The results of all cases of Megatron-Bridge, which run in one launch."""
     cases: list[dict[str, Any]] = []
     for name, (model, sizes, kind, options) in SAVED.items():
         cases.append(
             {
                 "name": f"saved {name}",
-                "source": str(bases(model)),
+                "source": str(tiny_model(model, "float32")),
                 "sizes": sizes,
                 "kind": kind,
                 "options": {"dim": 4, "alpha": 8, **options},
@@ -167,7 +152,11 @@ def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
             }
         )
     for name, (model, _, layout, sizes) in WRITTEN.items():
-        base, adapter, out = bases(model), work / "peft" / name, work / "written" / name
+        base, adapter, out = (
+            tiny_model(model, "float32"),
+            work / "peft" / name,
+            work / "written" / name,
+        )
         write(base, adapter, name)
         how, whole = ("--layout", layout, "--dialect", "gpt"), name.startswith("beside")
         if whole:
@@ -190,13 +179,13 @@ def ran(work: Path, bases: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
                 **tokens(model, sizes),
             }
         )
-    return judge(cases, 2, work / "ran", fake_te=True, program="bridge_adapters.py", python=PYTHON)
+    return judge(cases, work / "ran", **RUN)
 
 
 def tokens(model: str, sizes: dict[str, int]) -> dict[str, Any]:
     if sizes.get("pp", 1) > 1:
         return {}
-    rows = (made_models if model in made_models.CASES else tiny).tokens(model)
+    rows = made_models.tokens(model)
     return {"tokens": rows[:, :64].tolist()}
 
 
@@ -219,7 +208,7 @@ def write(base: Path, directory: Path, name: str) -> None:
 
 
 def config(model: str) -> dict[str, Any]:
-    return (made_models if model in made_models.CASES else tiny).config(model)
+    return made_models.config(model)
 
 
 def same(base: Path, ours: Path, theirs: Path) -> None:
@@ -233,10 +222,10 @@ def same(base: Path, ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_mckpt_reads_what_megatron_bridge_saves(case, ran, bases, work) -> None:
+def test_mckpt_reads_what_megatron_bridge_saves(case, ran, tiny_model, work) -> None:
     result = ran[f"saved {case}"]
     assert result["ok"], explain(result)
-    base = bases(SAVED[case][0])
+    base = tiny_model(SAVED[case][0], "float32")
     good("adapter", "to-hf", work / "saved" / case, work / "read" / case, "--like", base)
     if case not in (*EXPORT_IS_WRONG, *NO_EXPORT):
         same(base, work / "read" / case, work / "exported" / case)
@@ -244,10 +233,10 @@ def test_mckpt_reads_what_megatron_bridge_saves(case, ran, bases, work) -> None:
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None:
+def test_megatron_bridge_loads_what_mckpt_writes(case, ran, tiny_model, work) -> None:
     result = ran[f"written {case}"]
     assert result["ok"], explain(result)
-    base = bases(WRITTEN[case][0])
+    base = tiny_model(WRITTEN[case][0], "float32")
     if case not in (*EXPORT_IS_WRONG, "files of two ranks"):
         same(base, work / "loaded" / case, work / "peft" / case)
     good("adapter", "to-hf", work / "written" / case, work / "back" / case, "--like", base)
@@ -256,7 +245,7 @@ def test_megatron_bridge_loads_what_mckpt_writes(case, ran, bases, work) -> None
         expect_logits(result, base, work / "back" / case)
 
 
-def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
+def test_megatron_core_loads_the_states_that_mckpt_writes(tiny_model, work) -> None:
     """Two ranks train, mckpt reshards, and ranks of other sizes load the state and save it."""
     cases: tuple[list[dict[str, Any]], ...] = [], []
     for name, (model, form, kind, options, *sizes) in TRAINED.items():
@@ -265,19 +254,26 @@ def test_megatron_core_loads_the_states_that_mckpt_writes(bases, work) -> None:
             case = {"name": place.name, "sizes": own, "save": str(place), "export": f"{place}-peft"}
             given = {"load": str(work / f"resharded {name}"), "trained": "fully_reshardable"}
             new = {"kind": kind, "options": {"dim": 4, "alpha": 8, **options}, "trained": form}
-            cases[part].append({"source": str(bases(model)), **case, **(given if part else new)})
-    run = {"fake_te": True, "program": "bridge_adapters.py", "python": PYTHON}
-    results = judge(cases[0], 2, work / "training", **run)
+            cases[part].append(
+                {"source": str(tiny_model(model, "float32")), **case, **(given if part else new)}
+            )
+    results = judge(cases[0], work / "training", **RUN)
     assert all(result["ok"] for result in results.values()), results
     for name, (model, _, _, _, _, after) in TRAINED.items():
         src, dst = work / f"trained {name} 0", work / f"resharded {name}"
         sizes = [f"--{size}={after.get(size, 1)}" for size in ("tp", "pp", "ep", "etp")]
-        more = ("--like", bases(model), "--target-format", "torch_dist", *ALPHA.get(name, ()))
+        more = (
+            "--like",
+            tiny_model(model, "float32"),
+            "--target-format",
+            "torch_dist",
+            *ALPHA.get(name, ()),
+        )
         good("adapter", "reshard", src, dst, *sizes, *more)
-    results = judge(cases[1], 2, work / "trained on", **run)
+    results = judge(cases[1], work / "trained on", **RUN)
     assert all(result["ok"] for result in results.values()), results
     for name, (model, *_) in TRAINED.items():
-        like = SourceOptions(like=bases(model))
+        like = SourceOptions(like=tiny_model(model, "float32"))
         one, other = (
             of_megatron(work / f"trained {name} {part}", like, otherwise=8)[0] for part in range(2)
         )
@@ -300,7 +296,7 @@ def expect_logits(result: dict[str, Any], base: Path, adapter: Path) -> None:
     if "logits" not in result:
         return
     model = base.name
-    rows = (made_models if model in made_models.CASES else tiny).tokens(model)[:, :64]
+    rows = made_models.tokens(model)[:, :64]
     found = result["logits"]
     wanted = adapters.peft_logits(base, adapter, rows)
     assert np.abs(found[..., : wanted.shape[-1]] - wanted).max() <= 3 * limit(wanted)

@@ -20,6 +20,7 @@ import mckpt
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from tests.helpers import bridge_facts, made_models
+from tests.helpers.tiny import TinyModel
 
 CASES = made_models.BRIDGE_MODELS
 # model_type -> the starts of names in the model with images and in the text model, and its class
@@ -29,37 +30,33 @@ TEXT = {
 }
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Hugging Face directories of the cases."""
-    directory = tmp_path_factory.mktemp("bridge") / "hf"
-    made_models.make(CASES, directory)
-    return directory
-
-
 @pytest.mark.judge
 @pytest.mark.parametrize("case", CASES)
-def test_the_tensors_are_those_of_megatron_bridge(case: str, sources: Path, tmp_path: Path) -> None:
+def test_the_tensors_are_those_of_megatron_bridge(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     root = tmp_path / "megatron"
-    mckpt.plan(sources / case, root).run()
+    mckpt.plan(tiny_model(case, "float32"), root).run()
     rows = made_models.config(case)["vocab_size"]
     assert bridge_facts.described(root, rows) == bridge_facts.read(case)["tensors"]
     with pytest.raises(UsageError, match="is for Megatron-Bridge alone"):
-        mckpt.verify(sources / case, root)
+        mckpt.verify(tiny_model(case, "float32"), root)
     as_bridge_saves(root, case)
     mckpt.plan(root, tmp_path / "hf", format="hf").run()  # without config.json
-    assert not mckpt.diff(sources / case, tmp_path / "hf")
+    assert not mckpt.diff(tiny_model(case, "float32"), tmp_path / "hf")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written["architectures"] == made_models.config(case)["architectures"]
 
 
 @pytest.mark.judge
 @pytest.mark.parametrize("case", made_models.BRIDGE_IMAGES)
-def test_the_text_model_of_a_model_with_images(case: str, tmp_path: Path) -> None:
+def test_the_text_model_of_a_model_with_images(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """Its checkpoint has the tensors of the text model alone, and the towers come back."""
-    made_models.make([case], tmp_path)
+    source = tiny_model(case, "float32")
     text, config = tmp_path / "text", made_models.config(case)
-    tensors = load_file(tmp_path / case / "model.safetensors")
+    tensors = load_file(source / "model.safetensors")
     start, own, architecture = TEXT[config["model_type"]]
     named = {k.replace(start, own, 1): v for k, v in tensors.items() if k.startswith(start)}
     assert len(named) < len(tensors)
@@ -67,23 +64,23 @@ def test_the_text_model_of_a_model_with_images(case: str, tmp_path: Path) -> Non
     save_file(named, text / "model.safetensors")
     alone = {**config["text_config"], "architectures": [architecture]}
     (text / "config.json").write_text(json.dumps(alone))
-    for name in (case, "text"):
-        mckpt.plan(tmp_path / name, tmp_path / "megatron" / name).run()
+    for path, name in ((source, case), (text, "text")):
+        mckpt.plan(path, tmp_path / "megatron" / name).run()
     rows = alone["vocab_size"]
     whole, part = (bridge_facts.described(tmp_path / "megatron" / n, rows) for n in (case, "text"))
     assert whole == part
     mckpt.plan(tmp_path / "megatron" / case, tmp_path / "back", format="hf").run()
-    assert not mckpt.diff(tmp_path / case, tmp_path / "back")
+    assert not mckpt.diff(source, tmp_path / "back")
 
 
 @pytest.mark.judge
 @pytest.mark.parametrize("case", ["gemma4", "gemma4_moe"])
 def test_training_may_leave_the_second_copy_of_the_keys_behind(
-    case: str, sources: Path, tmp_path: Path
+    case: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Megatron-Bridge computes with the first copy alone, so the gradient of the other one is 0."""
     root = tmp_path / "megatron"
-    mckpt.plan(sources / case, root).run()
+    mckpt.plan(tiny_model(case, "float32"), root).run()
     as_bridge_saves(root, case)
     layout, changed = mckpt.Checkpoint.open(root).layout, 0
     for stored in layout.stored:
@@ -95,7 +92,7 @@ def test_training_may_leave_the_second_copy_of_the_keys_behind(
                 changed += 1
     assert changed == 2 * made_models.config(case)["num_global_key_value_heads"]
     mckpt.plan(root, tmp_path / "hf", format="hf").run()
-    assert not mckpt.diff(sources / case, tmp_path / "hf")
+    assert not mckpt.diff(tiny_model(case, "float32"), tmp_path / "hf")
 
 
 # case: as published or as transformers saves it, a tensor without which it is refused
@@ -110,11 +107,11 @@ LOST = {
 @pytest.mark.judge
 @pytest.mark.parametrize("case", ["gemma4_e2b", "gemma4_e4b"])
 def test_layers_without_keys_of_their_own_are_filled_as_megatron_bridge_does(
-    case: str, sources: Path, tmp_path: Path
+    case: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """transformers saves none for the layers that take those of others."""
     saved, root = tmp_path / "saved", tmp_path / "megatron"
-    made_models.without_unread(sources / case, saved)
+    made_models.without_unread(tiny_model(case, "float32"), saved)
     plan = mckpt.plan(saved, root)
     notes = [note for note in plan.facts["notes"] if "no layer computes with" in note]
     assert [(note.split()[0], note.split()[-1]) for note in notes] == [("6", "0"), ("3", "1")]
@@ -124,22 +121,24 @@ def test_layers_without_keys_of_their_own_are_filled_as_megatron_bridge_does(
     found = bridge_facts.described(root, made_models.config(case)["vocab_size"])
     assert found == facts["tensors"] | facts["saved"]
     assert not mckpt.diff(saved, root)
-    apart = {changed.name for changed in mckpt.diff(sources / case, root).changed}
+    apart = {changed.name for changed in mckpt.diff(tiny_model(case, "float32"), root).changed}
     assert apart == {f"layers.{i}.attn.{n}.weight" for i in (6, 7, 8) for n in ("k", "v", "k_norm")}
     mckpt.plan(root, tmp_path / "hf", format="hf").run()
     written = load_file(tmp_path / "hf" / "model.safetensors")
-    assert written.keys() == load_file(sources / case / "model.safetensors").keys()
+    assert written.keys() == load_file(tiny_model(case, "float32") / "model.safetensors").keys()
     assert all((written[k] == v).all() for k, v in load_file(saved / "model.safetensors").items())
 
 
 @pytest.mark.judge
 @pytest.mark.parametrize("lost", LOST)
-def test_a_lost_tensor_of_shared_keys_is_refused(lost: str, sources: Path, tmp_path: Path) -> None:
+def test_a_lost_tensor_of_shared_keys_is_refused(
+    lost: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     (as_saved, name), folder = LOST[lost], tmp_path / "hf"
     if as_saved:
-        made_models.without_unread(sources / "gemma4_e2b", folder)
+        made_models.without_unread(tiny_model("gemma4_e2b", "float32"), folder)
     else:
-        shutil.copytree(sources / "gemma4_e2b", folder)
+        shutil.copytree(tiny_model("gemma4_e2b", "float32"), folder)
     held = load_file(folder / "model.safetensors")
     del held[f"model.{name}.weight"]
     save_file(held, folder / "model.safetensors")

@@ -8,7 +8,6 @@ family of a user's own may use any of them.
 from __future__ import annotations
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from mckpt.formats.base import packed
 from mckpt.formats.megatron import torch_shards
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims
-from tests.helpers.judging import explain, judge
+from tests.helpers.judging import ask
 from tests.helpers.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
@@ -65,41 +64,27 @@ def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def real(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
-    """Returns names and shapes of the tensors of the models that megatron-core builds for these
-    dims.
-    """
-    cases = []
-    for name, impl in CASES:
-        dims, parallel = dims_of(name, tiny_model), MODELS[name][2]
-        given = {
-            "dtype": "float32",
-            "padded_vocab_size": PADDED_ROWS,
-            **chosen_by(impl, dims),
-        }
-        args = {
-            **mapping.load("megatron", "gpt").write(dims, given),
-            **parallel.args(),
-            "params_dtype": "float32",
-        }
-        sizes = {k: getattr(parallel, k) for k in ("tp", "pp", "ep", "etp") if getattr(parallel, k)}
-        cases.append({"name": f"{name} {impl}", "kind": "keys", "args": args, **sizes})
-    return judge(cases, 1, work / "keys", fake_te=True, timeout=600)
-
-
 @pytest.mark.parametrize(("name", "impl"), CASES)
-def test_every_tensor_of_the_model_has_a_rule(
-    name: str, impl: str, tiny_model: TinyModel, real: dict[str, dict[str, Any]]
-) -> None:
-    found = real[f"{name} {impl}"]
-    assert found["ok"], explain(found)
+def test_every_tensor_of_the_model_has_a_rule(name: str, impl: str, tiny_model: TinyModel) -> None:
     dims, parallel = dims_of(name, tiny_model), MODELS[name][2]
-    ours = torch_dist_tensors(dims, chosen_by(impl, dims), parallel)
+    expect_rules("gpt", dims, chosen_by(impl, dims), parallel)
+
+
+def expect_rules(
+    name: str, dims: Dims, chosen: dict[str, Any], parallel: Parallel, **more: Any
+) -> dict[str, Any]:
+    """Fails unless a dialect has the names and shapes of the model that megatron-core builds for
+    these dims. Returns them.
+    """
+    given = {"dtype": "float32", "padded_vocab_size": PADDED_ROWS, **chosen}
+    args = {**mapping.load("megatron", name).write(dims, given), **parallel.args(), **more}
+    sizes = {k: getattr(parallel, k) for k in ("tp", "pp", "ep", "etp") if getattr(parallel, k)}
+    found = ask("keys", te=True, args=args | {"params_dtype": "float32"}, **sizes)
+    ours = torch_dist_tensors(dims, chosen, parallel, name)
     assert ours == {
         k: shape for k, (shape, dtype) in found["torch_dist"].items() if dtype != "object"
     }
-    files = torch_tensors(dims, chosen_by(impl, dims), parallel)
+    files = torch_tensors(dims, chosen, parallel, name)
     assert set(files) == set(found["torch"])
     for directory, models in found["torch"].items():
         wanted = [
@@ -107,10 +92,11 @@ def test_every_tensor_of_the_model_has_a_rule(
             for model in models
         ]
         assert files[directory] == wanted
+    return found
 
 
 def torch_dist_tensors(
-    dims: Dims, chosen: dict[str, Any], parallel: Parallel, name: str = "gpt"
+    dims: Dims, chosen: dict[str, Any], parallel: Parallel, name: str
 ) -> dict[str, list[int]]:
     """Returns key -> shape of every tensor that a torch_dist checkpoint of a dialect contains."""
     dialect = mapping.load("megatron", name)
@@ -124,7 +110,7 @@ def torch_dist_tensors(
 
 
 def torch_tensors(
-    dims: Dims, chosen: dict[str, Any], parallel: Parallel, name: str = "gpt"
+    dims: Dims, chosen: dict[str, Any], parallel: Parallel, name: str
 ) -> dict[str, list[dict[str, list[int]]]]:
     """Returns the directory of a rank -> key -> shape of every tensor in its file, with one dict
     for each virtual stage.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
-from tests.helpers.judging import chosen_cases, explain, judge, limit, record
+from tests.helpers.judging import ask, limit, record
 from tests.helpers.made_models import CASES
+from tests.helpers.tiny import TinyModel
 
 pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 VERSION = [int(part) for part in version("megatron-core").split(".")[:2]]
-WORLD = 4
-LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10
 # (case, dialect) -> the dims that the dialect cannot compute exactly; `mckpt plan` refuses these
 REFUSED: dict[tuple[str, str], str] = {
     **{("gemma", dialect): "activation" for dialect in ("gpt", "hybrid")},
@@ -151,41 +151,8 @@ def sizes_of(case: str, dialect: str) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def made(work: Path) -> Path:
-    made_models.make(CASES, work / "hf")
-    return work / "hf"
-
-
-@pytest.fixture(scope="module")
-def ran(work: Path, made: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """Every chosen case converted in each dialect, run by Megatron-Core; and saved by it."""
-    cases: dict[str, list[dict[str, Any]]] = {"local": [], "transformer_engine": []}
-    for case in [case for case in CASES if case in chosen_cases(request.session)]:
-        tokens = made_models.tokens(case).tolist()
-        if case in UNCHANGED:
-            size = sizes_of(case, "gpt")
-            wanted = {"parallel": Parallel(**size), "transformer_impl": "local"}
-            out = work / "gpt" / case
-            mckpt.plan(made / case, out, allow_inexact=[UNCHANGED[case]], **wanted).run()
-            given = {"tokens": tokens, "format": "torch_dist", "impl": "local", **size}
-            read = {"checkpoint": str(out), "args": {"dialect": "gpt"}, **given}
-            cases["local"].append({"name": f"{case}-gpt", "kind": "forward", **read})
-        for dialect in dialects(case):
-            impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
-            form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
-            wanted = {"format": form, "dialect": dialect, "parallel": Parallel(**size)}
-            if dialect != "hybrid":
-                wanted["transformer_impl"] = impl
-            out = work / dialect / case
-            mckpt.plan(made / case, out, **wanted).run()
-            given = {"tokens": tokens, "format": form, "impl": impl, **size}
-            name = f"{case}-{dialect}"
-            read = {"checkpoint": str(out), "args": {"dialect": dialect}, **given}
-            cases[impl].append({"name": name, "kind": "forward", **read})
-            saved = {"destination": str(work / "saved" / name), "args": args_of(out, impl), **given}
-            cases[impl].append({"name": f"saved-{name}", "kind": "save", **saved})
-    te = judge(cases["transformer_engine"], WORLD, work / "ran-te", fake_te=True, timeout=1200)
-    return judge(cases["local"], WORLD, work / "ran", timeout=1200) | te
+def made(tiny_model: TinyModel) -> Callable[[str], Path]:
+    return lambda case: tiny_model(case, "float32")
 
 
 def args_of(converted: Path, impl: str) -> dict[str, Any]:
@@ -200,56 +167,57 @@ def args_of(converted: Path, impl: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", EXACT)
 def test_megatron_core_and_transformers_compute_the_same_logits(
-    case: str, work: Path, made: Path, ran: dict[str, dict[str, Any]]
+    case: str, work: Path, made: Callable[[str], Path]
 ) -> None:
+    """In each dialect, of a conversion and of a model that Megatron-Core saved. The model of
+    transformers comes back bit for bit, also config.json: a config that mckpt writes from the args
+    describes the same model.
+    """
+    source, tokens = made(case), made_models.tokens(case)
     names = dialects(case)
     if not names:
-        pytest.skip(f"this megatron-core cannot compute {case}")
-    tokens = made_models.tokens(case)
-    reference = tiny.hf_logits(made / case, tokens)
-    for dialect in names:
-        result, saved = ran[f"{case}-{dialect}"], ran[f"saved-{case}-{dialect}"]
-        assert result["ok"], explain(result)
-        assert result["unread"] == []
-        apart = np.abs(result["logits"] - reference).max()
-        form, largest = "torch" if dialect == "hybrid" else "torch_dist", np.abs(reference).max()
-        said = str(Parallel(**sizes_of(case, dialect)))
-        record("forward", case, form, said, apart, largest, dialect=dialect)
-        assert apart < limit(reference)
-        assert saved["ok"], explain(saved)
-        back = work / "back" / f"{case}-{dialect}"
-        family = mckpt.open(made / case).mapping
-        # the tensors that are not in Megatron's model come from the model's own directory
-        like = made / case if mapping.is_part(family.forms) else None
-        known = SourceOptions(like=like, family=None if like else family.name)
-        mckpt.plan(
-            mckpt.Checkpoint.open(work / "saved" / f"{case}-{dialect}", known), back, format="hf"
-        ).run()
-        apart = np.abs(tiny.hf_logits(back, tokens) - saved["logits"]).max()
-        largest = np.abs(saved["logits"]).max()
-        record("saved by megatron-core", case, form, said, apart, largest, dialect=dialect)
-        assert apart < limit(saved["logits"])
-
-
-@pytest.mark.parametrize("case", EXACT)
-def test_a_model_of_transformers_comes_back_bit_for_bit(
-    case: str, work: Path, made: Path, ran: dict[str, dict[str, Any]]
-) -> None:
-    """Also config.json: a config that mckpt writes from the args describes the same model."""
-    converted = [work / dialect / case for dialect in dialects(case)]  # by `ran`
-    if not converted:
         wanted = {"format": "torch", "parallel": Parallel(**sizes_of(case, "hybrid"))}
-        converted = [work / "there" / case]
-        mckpt.plan(made / case, converted[0], **wanted).run()
-    for index, there in enumerate(converted):
-        back = work / "again" / f"{case}-{index}"
-        mckpt.plan(there, back, format="hf").run(check_replicas=True)
-        assert not mckpt.diff(made / case, back)
+        mckpt.plan(source, work / "there" / case, **wanted).run()
+        expect_back(source, work / "there" / case)
+        pytest.skip(f"this megatron-core cannot compute {case}")
+    reference = tiny.hf_logits(source, tokens)
+    family = mckpt.open(source).mapping
+    # the tensors that are not in Megatron's model come from the model's own directory
+    like = source if mapping.is_part(family.forms) else None
+    known = SourceOptions(like=like, family=None if like else family.name)
+    for dialect in names:
+        out, saved, back = (work / name / dialect / case for name in ("to", "saved", "back"))
+        impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
+        form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
+        wanted = {} if dialect == "hybrid" else {"transformer_impl": impl}
+        parallel = Parallel(**size)
+        mckpt.plan(source, out, format=form, dialect=dialect, parallel=parallel, **wanted).run()
+        given = {"te": impl != "local", "impl": impl, "format": form, "tokens": tokens, **size}
+        result = ask("forward", checkpoint=out, args={"dialect": dialect}, **given)
+        assert result["unread"] == []
+        expect_same(reference, result["logits"], "forward", case, form, str(parallel), dialect)
+        expect_back(source, out)
+        result = ask("save", destination=saved, args=args_of(out, impl), **given)
+        mckpt.plan(mckpt.Checkpoint.open(saved, known), back, format="hf").run()
+        judge, found = "saved by megatron-core", tiny.hf_logits(back, tokens)
+        expect_same(result["logits"], found, judge, case, form, str(parallel), dialect)
+
+
+def expect_same(wanted: np.ndarray, found: np.ndarray, judge: str, *row: str) -> None:
+    apart, largest = np.abs(found - wanted).max(), np.abs(wanted).max()
+    record(judge, *row[:3], apart, largest, *row[3:])
+    assert apart < limit(wanted)
+
+
+def expect_back(source: Path, converted: Path) -> None:
+    back = Path(f"{converted}-again")
+    mckpt.plan(converted, back, format="hf").run(check_replicas=True)
+    assert not mckpt.diff(source, back)
 
 
 @pytest.mark.parametrize(("case", "dialect"), REFUSED)
 def test_a_dialect_that_cannot_compute_a_model_is_refused(
-    case: str, dialect: str, work: Path, made: Path
+    case: str, dialect: str, work: Path, made: Callable[[str], Path]
 ) -> None:
     """If the user accepts the difference, the weights still come back bit for bit."""
     wanted = {"format": "torch", "dialect": dialect, "parallel": Parallel(tp=2, pp=2)}
@@ -257,39 +225,42 @@ def test_a_dialect_that_cannot_compute_a_model_is_refused(
         wanted["transformer_impl"] = "local"
     out, dims = work / "refused" / f"{case}-{dialect}", REFUSED[case, dialect].split()
     with pytest.raises(MappingError) as caught:
-        mckpt.plan(made / case, out, **wanted)
+        mckpt.plan(made(case), out, **wanted)
     for dim in dims:
         assert f"--allow-inexact {dim}" in str(caught.value)
-    mckpt.plan(made / case, out, allow_inexact=dims, **wanted).run()
+    mckpt.plan(made(case), out, allow_inexact=dims, **wanted).run()
     mckpt.plan(out, work / "accepted" / f"{case}-{dialect}", format="hf").run()
-    assert not mckpt.diff(made / case, work / "accepted" / f"{case}-{dialect}")
+    assert not mckpt.diff(made(case), work / "accepted" / f"{case}-{dialect}")
     record("accepted", case, "torch", f"`--allow-inexact {' '.join(dims)}`", 0, 1, dialect=dialect)
 
 
 @pytest.mark.parametrize("case", UNCHANGED)
 def test_a_refused_feature_that_changes_nothing_leaves_the_logits_equal(
-    case: str, made: Path, ran: dict[str, dict[str, Any]]
+    case: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    reference = tiny.hf_logits(made / case, made_models.tokens(case))
-    result = ran[f"{case}-gpt"]
-    assert result["ok"], explain(result)
-    apart, largest = np.abs(result["logits"] - reference).max(), np.abs(reference).max()
-    record("forward", case, "torch_dist", str(Parallel(**sizes_of(case, "gpt"))), apart, largest)
-    assert apart < limit(reference)
+    size, tokens = sizes_of(case, "gpt"), made_models.tokens(case)
+    wanted = {"parallel": Parallel(**size), "transformer_impl": "local"}
+    mckpt.plan(made(case), tmp_path / "out", allow_inexact=[UNCHANGED[case]], **wanted).run()
+    given = {"tokens": tokens, "format": "torch_dist", "impl": "local", **size}
+    found = ask("forward", checkpoint=tmp_path / "out", args={"dialect": "gpt"}, **given)["logits"]
+    reference = tiny.hf_logits(made(case), tokens)
+    expect_same(reference, found, "forward", case, "torch_dist", str(Parallel(**size)), "gpt")
 
 
 @pytest.mark.parametrize(("case", "dialect"), sorted(UNLOADABLE))
 def test_a_dialect_that_cannot_load_a_model_is_refused(
-    case: str, dialect: str, work: Path, made: Path
+    case: str, dialect: str, work: Path, made: Callable[[str], Path]
 ) -> None:
     with pytest.raises(MappingError, match="Megatron could not load"):
-        mckpt.plan(made / case, work / "unloadable", format="torch", dialect=dialect)
+        mckpt.plan(made(case), work / "unloadable", format="torch", dialect=dialect)
 
 
-def test_groups_that_rank_by_other_scores_are_refused(work: Path, made: Path) -> None:
+def test_groups_that_rank_by_other_scores_are_refused(
+    work: Path, made: Callable[[str], Path]
+) -> None:
     """As in the published DeepSeek-V2: 6 experts of 3 groups, and groups rank by their best."""
     model = work / "ranked"
-    shutil.copytree(made / "deepseek_v2_groups", model)
+    shutil.copytree(made("deepseek_v2_groups"), model)
     changed = made_models.config("deepseek_v2_groups") | {"num_experts_per_tok": 6}
     (model / "config.json").write_text(json.dumps(changed))
     with pytest.raises(MappingError, match="router_group_experts"):
@@ -300,10 +271,10 @@ def test_groups_that_rank_by_other_scores_are_refused(work: Path, made: Path) ->
     assert not mckpt.diff(model, work / "ranked-again")
 
 
-def test_a_smallest_time_step_is_refused(work: Path, made: Path) -> None:
+def test_a_smallest_time_step_is_refused(work: Path, made: Callable[[str], Path]) -> None:
     """A published Nemotron-H has time_step_min 0.001, which bounds no step, and no limit."""
     model = work / "stepped"
-    shutil.copytree(made / "nemotron_h", model)
+    shutil.copytree(made("nemotron_h"), model)
     config = made_models.config("nemotron_h") | {"time_step_min": 0.001}
     (model / "config.json").write_text(json.dumps(config))
     mckpt.plan(model, work / "planned", format="torch")
@@ -321,14 +292,16 @@ def test_a_smallest_time_step_is_refused(work: Path, made: Path) -> None:
     assert not mckpt.diff(model, work / "stepped-again")
 
 
-def test_transformers_bounds_no_time_step_for_verify(work: Path, made: Path) -> None:
+def test_transformers_bounds_no_time_step_for_verify(
+    work: Path, made: Callable[[str], Path]
+) -> None:
     import torch
 
     from mckpt.trainer import reference
 
     def logits(**values: float) -> Any:
         job = {"config": values, "carried": []}
-        model = reference.load(str(made / "nemotron_h"), "float32", torch.device("cpu"), job)
+        model = reference.load(str(made("nemotron_h")), "float32", torch.device("cpu"), job)
         return reference.logits(model, [3, 1, 4, 1, 5])
 
     unbounded, given = logits(), mapping.load("hf", "nemotron_h").verify
@@ -338,16 +311,20 @@ def test_transformers_bounds_no_time_step_for_verify(work: Path, made: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(VERSION < [0, 19], reason="older ones do not load this model")
-def test_verify_passes_a_model_with_a_smallest_time_step(work: Path, made: Path) -> None:
+def test_verify_passes_a_model_with_a_smallest_time_step(
+    work: Path, made: Callable[[str], Path]
+) -> None:
     """Without the value that its family gives to transformers, the logits are apart by 6."""
     model = work / "bounded"
-    shutil.copytree(made / "nemotron_h", model)
+    shutil.copytree(made("nemotron_h"), model)
     config = made_models.config("nemotron_h") | {"time_step_min": 0.3}
     (model / "config.json").write_text(json.dumps(config))
     mckpt.plan(model, work / "bounded-megatron", format="torch").run()
     assert mckpt.verify(model, work / "bounded-megatron", sequences=1).verdict == "pass"
 
 
-def test_experts_with_biases_are_refused_above_etp_1(tmp_path: Path, made: Path) -> None:
+def test_experts_with_biases_are_refused_above_etp_1(
+    tmp_path: Path, made: Callable[[str], Path]
+) -> None:
     with pytest.raises(UsageError, match=r"etp is 2; give --etp 1"):
-        mckpt.plan(made / "gpt_oss", tmp_path / "out", parallel=Parallel(tp=2))
+        mckpt.plan(made("gpt_oss"), tmp_path / "out", parallel=Parallel(tp=2))

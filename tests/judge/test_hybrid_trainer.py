@@ -150,7 +150,7 @@ def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
         tokens = tiny.tokens(PAIRS[name]).tolist()
         cases.append({"name": f"{name}-{kind}", "kind": "forward", "tokens": tokens} | at)
         cases.append({"name": f"{name}-{kind}-train"} | TRAIN | at)
-    return judge(cases, 4, work / "results")
+    return judge(cases, work / "results")
 
 
 TRAIN = {
@@ -226,13 +226,10 @@ def test_the_same_training_at_every_size(results: dict[str, dict[str, Any]], key
 
 
 @needs_hybrid
-def test_the_names_and_shapes_of_the_stock_model(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_names_and_shapes_of_the_stock_model(work: Path) -> None:
     """The stock model has modules of Transformer Engine, here of the stub in
     tests/helpers/fake_te.
     """
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # for deterministic_mode
     args = {name: cut(name, SIZES["all"]) | {"deterministic_mode": True} for name in MODELS}
     cases = [
         {"name": f"{name}-{impl}", "kind": "keys", "args": args[name], "impl": impl} | SIZES["all"]
@@ -240,7 +237,7 @@ def test_the_names_and_shapes_of_the_stock_model(
         for impl in ("local", "transformer_engine")
         for name in MODELS
     ]
-    found = judge(cases, 1, work / "names", fake_te=True)
+    found = judge(cases, work / "names", te=True)
     for name in MODELS:
         local, stock = (found[f"{name}-{impl}"] for impl in ("local", "transformer_engine"))
         assert not explain(local) and not explain(stock)

@@ -133,7 +133,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
     ]
     cases += [load(f"{saved}-{i}", saved, case) for i, (saved, case) in enumerate(SAME)]
     cases += [load(f"other-{name}", *one) for name, one in OTHER.items()]
-    return judge(cases, 4, work / "results", fake_te=True)
+    return judge(cases, work / "results", te=True)
 
 
 @pytest.mark.parametrize("family", ["dense", "experts", "latent", "mla"])

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 import mckpt
 from mckpt.errors import MappingError
 from mckpt.geometry.parallel import Parallel
-from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
-from tests.helpers.judging import explain, judge, multi_token_difference
-from tests.judge.test_family_models import LOGITS_ATOL, SINCE, VERSION
-from tests.judge.test_stock import launch_line
+from tests.helpers.judging import expect_multi_token, failure
+from tests.helpers.tiny import TinyModel
+from tests.judge.test_family_models import SINCE, VERSION
+from tests.judge.test_stock import launch_line, through_the_trainer
 
 pytestmark = pytest.mark.judge
 
@@ -75,46 +75,23 @@ def mtp_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def made(work: Path) -> Path:
-    made_models.make(CASES, work / "hf")
-    for case in CASES:
-        path, drawn = work / "hf" / case / "model.safetensors", np.random.RandomState(5)
+def headless(tiny_model: TinyModel) -> dict[str, Path]:
+    return {case: tiny_model(case, "float32") for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def made(work: Path, headless: dict[str, Path]) -> Path:
+    for case, source in headless.items():
+        directory, drawn = work / "hf" / case, np.random.RandomState(5)
         added = {
             name: np.float32(0.3 if len(shape) == 1 else 1.1 / np.sqrt(shape[-1]))
             * drawn.standard_normal(shape).astype(np.float32)
             for name, shape in mtp_shapes(made_models.config(case)).items()
         }
+        shutil.copytree(source, directory)
+        path = directory / "model.safetensors"
         save_file(load_file(path) | added, path, {"format": "pt"})
     return work / "hf"
-
-
-@pytest.fixture(scope="module")
-def ran(work: Path, made: Path) -> dict[str, dict[str, Any]]:
-    cases = []
-    for case in CASES:
-        out, tokens = work / "hybrid" / case, made_models.tokens(case).tolist()
-        mckpt.plan(made / case, out, format="torch", dialect="hybrid").run()
-        cases.append({"name": case, "kind": "mtp", "checkpoint": str(out), "tokens": tokens})
-        cases[-1]["impl"] = "local"
-    return judge(cases, 1, work / "ran", timeout=600)
-
-
-@pytest.fixture(scope="module")
-def stock(work: Path, made: Path) -> dict[str, dict[str, Any]]:
-    """The stock trainer parses the launch line, loads and saves; it has no MTP in GPTModel."""
-    made_models.make(CASES, work / "headless")
-    cases: list[dict[str, Any]] = []
-    for case, dialect, form in STOCK:
-        out = work / "stock" / f"{case}-{dialect}-{form}"
-        source = (made if dialect == "hybrid" else work / "headless") / case
-        pp = 1 if (case, dialect, form) == (TIED, "hybrid", "torch_dist") else 2
-        wanted = {"format": form, "dialect": dialect, "parallel": Parallel(tp=2, pp=pp)}
-        mckpt.plan(source, out, **wanted).run()
-        cases.append({"name": out.name, "world": 4, "flags": launch_line(out)})
-        cases[-1] |= {"checkpoint": str(out), "save": str(out.with_suffix(".saved"))}
-    with_mtp = [*cases[-1]["flags"], "--mtp-num-layers", "1"]
-    cases.append(cases[-1] | {"name": "gpt-with-mtp", "flags": with_mtp, "save": None})
-    return judge(cases, 4, work / "stocked", fake_te=True, timeout=900, program="stock.py")
 
 
 def reference(directory: Path, tokens: np.ndarray) -> np.ndarray:
@@ -138,40 +115,34 @@ def reference(directory: Path, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES)
 def test_multi_token_prediction_has_the_logits_of_transformers(
-    case: str, made: Path, ran: dict[str, dict[str, Any]]
+    case: str, made: Path, tmp_path: Path
 ) -> None:
     tokens = made_models.tokens(case)
     wanted = reference(made / case, tokens)
     assert np.abs(wanted).max() > 1
-    assert multi_token_difference(case, ran[case], wanted) < LOGITS_ATOL
+    expect_multi_token(made / case, tmp_path / "out", tokens, wanted, impl="local")
 
 
 @pytest.mark.parametrize(("case", "dialect", "form"), STOCK)
 def test_the_stock_trainer_loads_and_saves_gated_delta_nets(
-    case: str,
-    dialect: str,
-    form: str,
-    work: Path,
-    made: Path,
-    stock: dict[str, dict[str, Any]],
-    tmp_path: Path,
+    case: str, dialect: str, form: str, made: Path, headless: dict[str, Path], tmp_path: Path
 ) -> None:
-    name = f"{case}-{dialect}-{form}"
-    assert stock[name]["ok"], explain(stock[name])
-    saved = work / "stock" / f"{name}.saved"
-    family = SourceOptions(family=case)
-    mckpt.plan(mckpt.Checkpoint.open(saved, family), tmp_path / "back", format="hf").run(
-        check_replicas=True
-    )
-    source = (made if dialect == "hybrid" else work / "headless") / case
-    assert not mckpt.diff(source, tmp_path / "back")
+    """The trainer has no multi-token prediction in GPTModel."""
+    source = made / case if dialect == "hybrid" else headless[case]
+    pp = 1 if (case, dialect, form) == (TIED, "hybrid", "torch_dist") else 2
+    wanted = {"format": form, "dialect": dialect, "parallel": Parallel(tp=2, pp=pp)}
+    mckpt.plan(source, tmp_path / "out", **wanted).run()
+    through_the_trainer(source, tmp_path / "out", None, family=case, te=True, world=4)
 
 
 def test_the_stock_trainer_has_no_multi_token_prediction_beside_gated_delta_nets_in_gpt(
-    made: Path, stock: dict[str, dict[str, Any]], tmp_path: Path
+    made: Path, headless: dict[str, Path], tmp_path: Path
 ) -> None:
     """mckpt refuses the model for this reason."""
-    said = explain(stock["gpt-with-mtp"])
+    out = tmp_path / "headless"
+    mckpt.convert(headless["qwen3_next"], out, dialect="gpt", tp=2, pp=2)
+    with_mtp = [*launch_line(out), "--mtp-num-layers", "1"]
+    said = failure("stock", te=True, world=4, flags=with_mtp, checkpoint=out)
     assert (
         "Experimental attention variant is not supported with get_gpt_decoder_layer_specs" in said
     )
@@ -209,22 +180,21 @@ def test_the_weights_of_multi_token_prediction_come_back_bit_for_bit(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_without_the_tensors_has_no_layer_of_multi_token_prediction(
-    case: str, work: Path, tmp_path: Path
+    case: str, headless: dict[str, Path], tmp_path: Path
 ) -> None:
     """As transformers saves it. The config.json of the copy agrees with the args."""
-    made_models.make([case], tmp_path / "hf")
-    opened = mckpt.open(tmp_path / "hf" / case)
+    opened = mckpt.open(headless[case])
     assert opened.dims["mtp_layers"] == 0
     (note,) = opened.model.notes
     assert "0 is used, because the tensor mtp.fc.weight is not there" in note
-    plan = mckpt.plan(tmp_path / "hf" / case, tmp_path / "there", format="torch")
+    plan = mckpt.plan(headless[case], tmp_path / "there", format="torch")
     assert note in plan.summary()
     plan.run()
     (key,) = opened.mapping.dims["mtp_layers"].keys
     assert json.loads((tmp_path / "there" / "hf" / "config.json").read_text())[key] == 0
     mckpt.plan(tmp_path / "there", tmp_path / "again", format="hf").run()
-    assert not mckpt.diff(tmp_path / "hf" / case, tmp_path / "again")
-    like = tmp_path / "hf" / case  # whose config.json is that of the source
+    assert not mckpt.diff(headless[case], tmp_path / "again")
+    like = headless[case]  # whose config.json is that of the source
     assert mckpt.open(tmp_path / "there", like=like).dims["mtp_layers"] == 0
 
 

@@ -16,8 +16,9 @@ import pytest
 
 import mckpt
 from tests.helpers import lora
-from tests.helpers.judging import explain, judge
+from tests.helpers.judging import ask, explain, judge
 from tests.helpers.tiny import TinyModel
+from tests.judge.test_live import expect_files
 
 pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
@@ -59,21 +60,6 @@ BRIDGE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 
 
-@pytest.fixture(scope="module")
-def ran(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
-    """The results of every case, all from one launch."""
-    cases = cases_of(CASES, "local", work, tiny_model)
-    base, attention = tiny_model("qwen3"), next(c for c in cases if c["name"] == "attention")
-    attention["adapters"], attention["refused"] = [], []
-    for name, (modules, rank, alpha) in PEFT.items():
-        adapter = peft(base, work / "peft" / name, modules, rank, alpha)
-        attention["adapters"].append([str(adapter), str(work / "peft" / f"{name} merged")])
-        mckpt.convert(mckpt.open(base, adapter=adapter), attention["adapters"][-1][1], format="hf")
-    for name, (modules, rank, alpha) in UNFIT.items():
-        attention["refused"].append(str(peft(base, work / "peft" / name, modules, rank, alpha)))
-    return judge(cases, WORLD, work / "live", timeout=900)
-
-
 def peft(base: Path, directory: Path, modules: tuple[str, ...], rank: int, alpha: int) -> Path:
     """Writes an adapter of PEFT whose products float32 holds exactly."""
     weights, drawn = lora.tensors(base), np.random.RandomState(rank)
@@ -82,96 +68,63 @@ def peft(base: Path, directory: Path, modules: tuple[str, ...], rank: int, alpha
     return lora.save(directory, exact, r=rank, lora_alpha=alpha)
 
 
-@pytest.fixture(scope="module")
-def with_bridge(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
-    """The same for BRIDGE."""
-    cases = cases_of(BRIDGE, "transformer_engine", work / "bridge", tiny_model)
-    for case in cases:
-        case["lora"]["bridge"] = True
-    given: dict[str, Any] = {"fake_te": True, "python": PYTHON, "timeout": 900}
-    return judge(cases, WORLD, work / "bridge" / "live", **given)
-
-
-def cases_of(
-    named: dict[str, tuple[str, dict[str, Any], dict[str, Any]]],
-    impl: str,
-    work: Path,
-    tiny_model: TinyModel,
-) -> list[dict[str, Any]]:
-    """Returns the cases of live models for tests/helpers/judge.py."""
-    cases: list[dict[str, Any]] = []
-    options: dict[str, Any] = {"transformer_impl": impl, "allow_inexact": ["rope_factor"]}
-    for name, (model, sizes, wrapped) in named.items():
-        source, converted = tiny_model(model), work / "dist" / model
-        if not converted.exists():
-            mckpt.convert(source, converted, **options)
-        cases.append(
-            {
-                "name": name,
-                "kind": "live",
-                "checkpoint": str(converted),
-                "like": str(source),
-                "loads": [[str(source), {}]],
-                "saved": str(work / name),
-                "lora": dict(wrapped),
-                "impl": impl,
-                "world": WORLD,
-                **sizes,
-            }
-        )
-    return cases
+def live(
+    source: Path,
+    saved: Path,
+    sizes: dict[str, Any],
+    wrapped: dict[str, Any],
+    impl: str = "local",
+    **more: Any,
+) -> dict[str, Any]:
+    """Returns the case of a live model with adapters, which megatron-core saves in `saved`."""
+    converted = saved / "dist"
+    mckpt.convert(source, converted, transformer_impl=impl, allow_inexact=["rope_factor"])
+    given = {"kind": "live", "checkpoint": converted, "like": source, "loads": [[source, {}]]}
+    return given | {"saved": saved, "lora": wrapped, "impl": impl, "world": WORLD, **sizes, **more}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_wrapped_model_goes_the_way_of_files(case: str, ran: dict[str, dict[str, Any]]) -> None:
-    assert ran[case]["ok"], explain(ran[case])
-    assert not any(ran[case]["wrong"].values()), ran[case]["wrong"]
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (0, "adapters of the rank 8, and those of the model have the rank 4"),
-        (1, "multiplied by 4 (alpha / r), and those of the model's adapters by 2"),
-        (2, "has no factors for some adapters of the model:\n  - layers.0.attn.o.weight"),
-        (3, "the adapter changes weights that have no adapter in Megatron"),
-    ],
-)
-def test_an_adapter_that_the_model_cannot_have_is_refused(
-    number: int, said: str, ran: dict[str, dict[str, Any]]
+def test_a_wrapped_model_goes_the_way_of_files(
+    case: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    assert ran["attention"]["ok"], explain(ran["attention"])
-    assert said in ran["attention"]["refused"][number]
+    """Its saves too. All ranks refuse an adapter that one rank has."""
+    model, sizes, wrapped = CASES[case]
+    result = ask(**live(tiny_model(model), tmp_path, sizes, wrapped))
+    assert not any(result["wrong"].values()), result["wrong"]
+    expect_saved(tmp_path)
+    (alpha, unknown), *others = result["errors"]
+    assert "must have one alpha" in alpha
+    assert "adapter.linear_mid.weight: belongs to an adapter of a kind" in unknown
+    assert all(other == [alpha, unknown] for other in others)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_saved_model_is_that_of_files(
-    case: str, work: Path, ran: dict[str, dict[str, Any]]
+def test_a_model_loads_the_adapters_that_fit_and_refuses_others(
+    tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    assert ran[case]["ok"], explain(ran[case])
-    expect_saved(work / case)
+    model, sizes, wrapped = CASES["attention"]
+    base, made = tiny_model(model), []
+    for name, given in PEFT.items():
+        adapter, merged = peft(base, tmp_path / name, *given), tmp_path / f"{name} merged"
+        mckpt.convert(mckpt.open(base, adapter=adapter), merged, format="hf")
+        made.append([adapter, merged])
+    unfit = [peft(base, tmp_path / name, *given) for name, given in UNFIT.items()]
+    case = live(base, tmp_path / "live", sizes, wrapped, adapters=made, refused=unfit)
+    result = ask(**case)
+    assert not any(result["wrong"].values()), result["wrong"]
+    said = (
+        "adapters of the rank 8, and those of the model have the rank 4",
+        "multiplied by 4 (alpha / r), and those of the model's adapters by 2",
+        "has no factors for some adapters of the model:\n  - layers.0.attn.o.weight",
+        "the adapter changes weights that have no adapter in Megatron",
+    )
+    for words, refused in zip(said, result["refused"], strict=True):
+        assert words in refused
 
 
 def expect_saved(directory: Path) -> None:
     """Fails unless a case saved what the conversions of files write."""
     for choice in ("merged", "none", "only"):
-        wanted, saved = directory / choice, directory / f"live-{choice}"
-        files = sorted(path.name for path in wanted.iterdir())
-        assert files == sorted(path.name for path in saved.iterdir())
-        for file in files:
-            if file != "mckpt.json":  # it describes the source
-                assert (saved / file).read_bytes() == (wanted / file).read_bytes(), file
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_all_ranks_refuse_an_adapter_that_one_rank_has(
-    case: str, ran: dict[str, dict[str, Any]]
-) -> None:
-    assert ran[case]["ok"], explain(ran[case])
-    (alpha, unknown), *others = ran[case]["errors"]
-    assert "must have one alpha" in alpha
-    assert "adapter.linear_mid.weight: belongs to an adapter of a kind" in unknown
-    assert all(other == [alpha, unknown] for other in others)
+        expect_files(directory / f"live-{choice}", directory / choice)
 
 
 @pytest.mark.slow
@@ -180,10 +133,13 @@ def test_all_ranks_refuse_an_adapter_that_one_rank_has(
 )
 @pytest.mark.parametrize("case", BRIDGE)
 def test_a_model_that_megatron_bridge_wraps_goes_the_way_of_files(
-    case: str, work: Path, with_bridge: dict[str, dict[str, Any]]
+    case: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    result = with_bridge[case]
+    model, sizes, wrapped = BRIDGE[case]
+    source, bridge = tiny_model(model), wrapped | {"bridge": True}
+    job = live(source, tmp_path / "saved", sizes, bridge, impl="transformer_engine")
+    (result,) = judge([job], tmp_path / "ran", te=True, python=PYTHON).values()
     assert result["ok"], explain(result)
     assert not any(result["wrong"].values()), result["wrong"]
-    expect_saved(work / "bridge" / case)
+    expect_saved(tmp_path / "saved")
     assert [("are DoRA" in said) for said in result["refused"]] == [True] * (case == "dora")

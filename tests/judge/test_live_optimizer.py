@@ -100,7 +100,7 @@ def results(place: Path) -> dict[str, dict[str, Any]]:
     for name, (source, options, _) in REFUSED.items():
         more = {"refused": name, "source": str(place / source)}
         add(name, "dense", {"tp": 2}, options, **more)
-    return judge(cases, WORLD, place / "results", timeout=900)
+    return judge(cases, place / "results")
 
 
 @pytest.mark.parametrize("case", [*LOADS, *SAVED])

@@ -1,12 +1,9 @@
 """Megatron-Core builds, loads and runs the checkpoints that mckpt writes for its GPTModel and its
-HybridModel, and transformers runs those that mckpt writes back. Few launches of
-tests/helpers/judge.py have many cases each, because every launch imports megatron-core on every
-rank.
+HybridModel, and transformers runs those that mckpt writes back.
 """
 
 from __future__ import annotations
 
-import itertools
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +16,12 @@ from mckpt import mapping
 from mckpt.formats.megatron import torch as torch_format
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import tiny
-from tests.helpers.judging import explain, judge, record
+from tests.helpers.judging import LOGITS_ATOL, ask, explain, judge, record
 
 pytestmark = pytest.mark.judge
 
 VERSION = version("megatron-core")
 SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
-WORLD = 4
-LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10; a clean run is 100 times closer
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
 # HybridModel with MLA is in 0.19 and later. It does not have the rope frequencies of the first of
 # these, and computes norms of the second one twice
@@ -128,57 +123,28 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Results of every case, converted to either format and run by megatron-core at
-    several sizes.
-    """
-    cases = []
-    for run in RUNS + OTHERS:
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_megatron_core_computes_the_logits_of_transformers(
+    case: str, work: Path, sources: dict[str, Path]
+) -> None:
+    tokens = tiny.tokens(case)
+    reference = tiny.hf_logits(sources[case], tokens)
+    for run in (run for run in RUNS + OTHERS if run.case == case):
         out = work / run.form / run.out
         if not out.exists():
             wanted = {"format": run.form, "allow_inexact": INEXACT} | run.wanted
-            mckpt.plan(sources[run.case], out, **wanted).run()
-        given = {"kind": "forward", "checkpoint": str(out), "format": run.form}
-        given["tokens"] = tiny.tokens(run.case).tolist()
+            mckpt.plan(sources[case], out, **wanted).run()
+        given = {"checkpoint": out, "format": run.form, "tokens": tokens} | run.size
         if run in RUNS:
             given["args"] = {**run.wanted["parallel"].args(), **parallel(run.size).args()}
         given |= {"impl": "local"} if run.tag in ("-te", "hybrid") else {}
-        cases.append({"name": run.name} | given | run.size)
-    return judge(cases, WORLD, work / "forward", timeout=900)
-
-
-@pytest.mark.parametrize("case", tiny.CASES)
-def test_megatron_core_computes_the_logits_of_transformers(
-    case: str, sources: dict[str, Path], forward: dict[str, dict[str, Any]]
-) -> None:
-    reference = tiny.hf_logits(sources[case], tiny.tokens(case))
-    for run in (run for run in RUNS + OTHERS if run.case == case):
-        result = forward[run.name]
-        assert result["ok"], explain(result)
+        result = ask("forward", **given)
         assert result["unread"] == [] or run.tag == "-te"
         apart = np.abs(result["logits"] - reference).max()
         assert apart < LOGITS_ATOL
         if run in RUNS or run.tag == "hybrid":
             sizes, dialect = str(parallel(run.size)), run.tag or "gpt"
             record("forward", case, run.form, sizes, apart, np.abs(reference).max(), dialect)
-
-
-@pytest.fixture(scope="module")
-def saved(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Results with models that megatron-core itself initialised and saved, with args as Megatron-LM
-    writes them.
-    """
-    cases = []
-    for (case, dialect), form in itertools.product(DIALECTS, ("torch_dist", "torch")):
-        name = f"{case}-{dialect}-{form}"
-        given = {"args": megatron_args(sources[case], dialect), "tp": 2, "pp": 2, "iteration": 7}
-        given |= {"destination": str(work / "saved" / name), "tokens": tiny.tokens(case).tolist()}
-        cases.append({"name": name, "kind": "save", "format": form} | given)
-    bare = next(case for case in cases if case["name"] == "qwen3-gpt-torch_dist")
-    place = {"name": "qwen3-bare", "destination": str(work / "saved" / "qwen3-bare")}
-    cases.append(bare | place | {"with_args": False, "iteration": 1})
-    return judge(cases, WORLD, work / "save", timeout=900)
 
 
 def megatron_args(source: Path, dialect: str = "gpt") -> dict[str, Any]:
@@ -190,39 +156,43 @@ def megatron_args(source: Path, dialect: str = "gpt") -> dict[str, Any]:
     return {**args, **LOCAL, "params_dtype": "float32"}
 
 
+def saved(source: Path, out: Path, case: str, dialect: str, **more: Any) -> np.ndarray:
+    """Lets megatron-core initialise a model and save it, with args as Megatron-LM writes them, and
+    returns its logits.
+    """
+    given = {"args": megatron_args(source, dialect), "tp": 2, "pp": 2, "iteration": 7}
+    given |= {"destination": out, "tokens": tiny.tokens(case)} | more
+    logits: np.ndarray = ask("save", **given)["logits"]
+    return logits
+
+
 @pytest.mark.parametrize(("case", "dialect"), DIALECTS)
 def test_transformers_computes_the_logits_of_checkpoints_of_megatron_core(
-    case: str, dialect: str, work: Path, saved: dict[str, dict[str, Any]]
+    case: str, dialect: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     for form in ("torch_dist", "torch"):
-        name = f"{case}-{dialect}-{form}"
-        assert saved[name]["ok"], explain(saved[name])
-        opened, out = mckpt.open(work / "saved" / name), work / "exported" / name
+        wanted = saved(sources[case], tmp_path / form, case, dialect, format=form)
+        opened, out = mckpt.open(tmp_path / form), tmp_path / f"{form}-exported"
         assert opened.mapping.name == dialect
         planned = mckpt.plan(opened, out, format="hf", allow_inexact=INEXACT)
         planned.run(check_replicas=True)
         # the output lists the differences that were allowed
         assert list(planned.facts["inexact"]) == ["rope_factor"] * (case == "llama-rope-scaled")
-        apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - saved[name]["logits"]).max()
+        apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - wanted).max()
         assert apart < LOGITS_ATOL
-        largest = np.abs(saved[name]["logits"]).max()
+        largest = np.abs(wanted).max()
         record("saved by megatron-core", case, form, "tp 2, pp 2", apart, largest, dialect)
 
 
-def test_a_checkpoint_without_args_needs_like(
-    work: Path, saved: dict[str, dict[str, Any]], sources: dict[str, Path]
-) -> None:
-    assert saved["qwen3-bare"]["ok"], explain(saved["qwen3-bare"])
-    bare = work / "saved" / "qwen3-bare"
+def test_a_checkpoint_without_args_needs_like(sources: dict[str, Path], tmp_path: Path) -> None:
+    bare, source, out = tmp_path / "bare", sources["qwen3"], tmp_path / "out"
+    given = {"format": "torch_dist", "with_args": False, "iteration": 1}
+    wanted = saved(source, bare, "qwen3", "gpt", **given)
     with pytest.raises(mckpt.errors.UsageError, match="--like"):
-        mckpt.plan(bare, work / "nowhere", format="hf")
-    out = work / "exported" / "bare"
-    mckpt.plan(mckpt.open(bare, like=sources["qwen3"]), out, format="hf").run()
-    assert (
-        np.abs(tiny.hf_logits(out, tiny.tokens("qwen3")) - saved["qwen3-bare"]["logits"]).max()
-        < LOGITS_ATOL
-    )
-    assert (out / "config.json").read_bytes() == (sources["qwen3"] / "config.json").read_bytes()
+        mckpt.plan(bare, tmp_path / "nowhere", format="hf")
+    mckpt.plan(mckpt.open(bare, like=source), out, format="hf").run()
+    assert np.abs(tiny.hf_logits(out, tiny.tokens("qwen3")) - wanted).max() < LOGITS_ATOL
+    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 # ----------------------------------------------------------------------------- names, shapes, files
@@ -250,46 +220,22 @@ GRID = [
 ]
 
 
-@pytest.fixture(scope="module")
-def names(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    cases: list[dict[str, Any]] = []
-    for case, impl, size in KEY_CASES:
-        args = {
-            **megatron_args(sources[case]),
-            "transformer_impl": impl,
-            "moe_grouped_gemm": case in MOE and impl == "transformer_engine",
-            **parallel(size).args(),
-        }
-        cases.append({"name": f"{named(case, impl, size)}", "kind": "keys", "args": args, **size})
-    for case, impl in NOT_LOADABLE:
-        args = {**megatron_args(sources[case]), "transformer_impl": impl, "moe_grouped_gemm": True}
-        cases.append({"name": "not-loadable", "kind": "keys", "args": args})
-    for tp, pp, ep, etp in GRID:
-        cases.append(
-            {
-                "name": f"grid-{tp}-{pp}-{ep}-{etp}",
-                "kind": "grid",
-                "tp": tp,
-                "pp": pp,
-                "ep": ep,
-                "etp": etp,
-            }
-        )
-    return judge(cases, 1, work / "names", fake_te=True, timeout=600)
+def names(case: str, impl: str, source: Path, size: dict[str, Any]) -> dict[str, Any]:
+    """Returns the names and shapes of the tensors of megatron-core's model."""
+    args = {
+        **megatron_args(source),
+        "transformer_impl": impl,
+        "moe_grouped_gemm": case in MOE and impl == "transformer_engine",
+        **parallel(size).args(),
+    }
+    return ask("keys", te=True, args=args, **size)
 
 
 @pytest.mark.parametrize(("case", "impl", "size"), KEY_CASES)
 def test_keys_and_shapes_are_those_of_the_model_of_megatron_core(
-    case: str,
-    impl: str,
-    size: dict[str, Any],
-    work: Path,
-    sources: dict[str, Path],
-    names: dict[str, dict[str, Any]],
+    case: str, impl: str, size: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    real = names[named(case, impl, size)]
-    assert real["ok"], explain(real)
-    out = work / "keys" / named(case, impl, size)
+    real, out = names(case, impl, sources[case], size), tmp_path
     for form in ("torch_dist", "torch"):
         wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": VERSION}
         mckpt.plan(sources[case], out / form, format=form, allow_inexact=INEXACT, **wanted).run()
@@ -320,25 +266,34 @@ def test_keys_and_shapes_are_those_of_the_model_of_megatron_core(
             assert {k: None if e is None else list(e.shape) for k, e in held.items()} == wanted
 
 
-@pytest.mark.skipif(not SINCE_0_19, reason="up to 0.18 the model is built as it is")
+@pytest.mark.parametrize(("case", "impl"), NOT_LOADABLE)
 def test_megatron_core_requires_a_norm_that_the_model_does_not_have(
-    names: dict[str, dict[str, Any]],
+    case: str, impl: str, sources: dict[str, Path]
 ) -> None:
     """gpt.yaml refuses the model for this reason. When megatron-core no longer builds that norm,
     the refusal must be removed.
     """
-    real = names["not-loadable"]
-    assert real["ok"], explain(real)
+    real = names(case, impl, sources[case], {})
     assert any(
         key.endswith("self_attention.linear_q_proj.layer_norm_weight") for key in real["torch_dist"]
     )
 
 
+@pytest.fixture(scope="module")
+def grids(work: Path) -> dict[str, dict[str, Any]]:
+    """All in one launch, because each takes less time than a launch."""
+    sizes = (dict(zip(("tp", "pp", "ep", "etp"), row, strict=True)) for row in GRID)
+    return judge(
+        [{"name": str(row), "kind": "grid"} | one for row, one in zip(GRID, sizes, strict=True)],
+        work / "grids",
+    )
+
+
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), GRID)
 def test_the_files_are_those_that_rank_generator_gives(
-    tp: int, pp: int, ep: int, etp: int, names: dict[str, dict[str, Any]]
+    tp: int, pp: int, ep: int, etp: int, grids: dict[str, dict[str, Any]]
 ) -> None:
-    real = names[f"grid-{tp}-{pp}-{ep}-{etp}"]
+    real = grids[str((tp, pp, ep, etp))]
     assert real["ok"], explain(real)
     sizes = Parallel(tp=tp, pp=pp, ep=ep, etp=etp)
     for ranks, saved in (("reads", False), ("files", True)):

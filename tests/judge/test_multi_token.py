@@ -18,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 import mckpt
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import made_models, tiny
-from tests.helpers.judging import expect_keys, judge, multi_token_difference
-from tests.judge.test_family_models import LOGITS_ATOL, VERSION
-from tests.judge.test_stock import FORMATS, launch_line
+from tests.helpers.judging import expect_multi_token
+from tests.helpers.tiny import TinyModel
+from tests.judge.test_family_models import VERSION
+from tests.judge.test_stock import expect_keys
 
 pytestmark = [
     pytest.mark.judge,
@@ -107,61 +108,14 @@ def with_layer(case: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 @pytest.fixture(scope="module")
-def made(work: Path) -> Path:
-    sources = {case: MADE_OF.get(case, (case,))[0] for case in LOGITS}
-    made_models.make(sorted({*sources.values()}), work / "made")
-    for case, source in sources.items():
-        tensors = load_file(work / "made" / source / "model.safetensors")
+def made(work: Path, tiny_model: TinyModel) -> Path:
+    for case in LOGITS:
+        source = tiny_model(MADE_OF.get(case, (case,))[0], "float32")
+        tensors = load_file(source / "model.safetensors")
         write(work / "decoder" / case, decoder(case), tensors)
         described = decoder(case) | {"num_nextn_predict_layers": 1}
         write(work / "hf" / case, described, with_layer(case, tensors))
     return work / "hf"
-
-
-@pytest.fixture(scope="module")
-def written(work: Path, made: Path) -> dict[tuple[str, str, str], Path]:
-    """(model, dialect, format) -> checkpoint."""
-    out = {}
-    for case, dialect in LAYOUTS:
-        for form in FORMATS:
-            place = work / "written" / f"{case}-{dialect}-{form}"
-            plan = mckpt.plan(
-                made / case, place, format=form, dialect=dialect, parallel=sizes_of(case)
-            )
-            plan.run()
-            out[case, dialect, form] = place
-    return out
-
-
-@pytest.fixture(scope="module")
-def stock(
-    work: Path, written: dict[tuple[str, str, str], Path]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """The names and shapes of the tensors of Megatron's own models."""
-    cases = [
-        {
-            "name": f"{case}-{dialect}",
-            "flags": launch_line(written[case, dialect, "torch"]),
-            "world": 4,
-            "keys": True,
-            "checkpoint": None,
-        }
-        for case, dialect in LAYOUTS
-    ]
-    found = judge(cases, 4, work / "stock", fake_te=True, program="stock.py")
-    return {pair: found["-".join(pair)] for pair in LAYOUTS}
-
-
-@pytest.fixture(scope="module")
-def ran(work: Path, made: Path) -> dict[str, dict[str, Any]]:
-    cases = []
-    for case in LOGITS:
-        out = work / "one-rank" / case
-        mckpt.plan(made / case, out, format="torch", dialect="hybrid").run()
-        given = {"name": case, "kind": "mtp", "checkpoint": str(out)}
-        given["impl"] = "transformer_engine" if case in INDEXED else "local"
-        cases.append(given | {"tokens": tokens(case).tolist()})
-    return judge(cases, 1, work / "ran", fake_te=True, timeout=600)
 
 
 def tokens(case: str) -> np.ndarray:
@@ -169,41 +123,29 @@ def tokens(case: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("case", "dialect"), LAYOUTS)
-def test_the_keys_are_those_of_the_real_model(
-    case: str,
-    dialect: str,
-    written: dict[tuple[str, str, str], Path],
-    stock: dict[tuple[str, str], dict[str, Any]],
+def test_the_layer_has_the_keys_of_the_real_model_and_comes_back_bit_for_bit(
+    case: str, dialect: str, made: Path, tmp_path: Path
 ) -> None:
-    dist, files = (written[case, dialect, form] / "release" for form in FORMATS)
-    expect_keys(stock[case, dialect], dist, files, objects=False)
-
-
-@pytest.mark.parametrize(("case", "dialect"), LAYOUTS)
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_layer_comes_back_bit_for_bit(
-    case: str,
-    dialect: str,
-    form: str,
-    made: Path,
-    written: dict[tuple[str, str, str], Path],
-    tmp_path: Path,
-) -> None:
-    mckpt.plan(written[case, dialect, form], tmp_path / "back", format="hf").run()
+    written = expect_keys(
+        made / case, tmp_path, sizes_of(case), dialect, dtypes=False, objects=False
+    )
     before = load_file(made / case / "model.safetensors")
-    after = load_file(tmp_path / "back" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(before[name], after[name]) for name in before)
+    for form, out in written.items():
+        mckpt.plan(out, back := tmp_path / f"{form}-back", format="hf").run()
+        after = load_file(back / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("case", LOGITS)
 def test_multi_token_prediction_has_the_logits_of_the_reference(
-    case: str, work: Path, made: Path, ran: dict[str, dict[str, Any]]
+    case: str, work: Path, made: Path, tmp_path: Path
 ) -> None:
     reference = of_mimo if case == MIMO else of_transformers
     wanted = reference(work / "decoder" / case, made / case, tokens(case))
     assert np.abs(wanted).max() > 0.5
-    assert multi_token_difference(case, ran[case], wanted) < LOGITS_ATOL
+    given = {"te": True, "impl": "transformer_engine" if case in INDEXED else "local"}
+    expect_multi_token(made / case, tmp_path / "out", tokens(case), wanted, **given)
 
 
 def causal(state: Any) -> Any:

@@ -4,6 +4,7 @@ real megatron-core, for every way in which it stores the state of its optimizers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +19,9 @@ if not find_spec("megatron.core"):
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from tests.helpers import made_models
 from tests.helpers.commands import good, refused
 from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3
-from tests.helpers.judging import explain, judge
+from tests.helpers.judging import ask
 from tests.helpers.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
@@ -206,139 +206,119 @@ PARAMETERS = [
 
 
 @pytest.fixture(scope="module")
-def chosen(request: pytest.FixtureRequest) -> list[Run]:
-    """The runs of the tests that are selected."""
-    parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    selected = [found.params.get("run") for found in parameters if found]
-    return [run for run in [*RUNS, *MORE] if run in selected] or RUNS
+def saved(work: Path, tiny_model: TinyModel) -> Callable[[Run], Path]:
+    """A function: a run -> the checkpoint that megatron-core saved at its step 2."""
+
+    def start(model: str) -> Path:
+        out = work / model
+        if out.exists():
+            return out
+        if model in MODELS:
+            ask("save", args=MODELS[model], format="torch_dist", destination=out)
+        elif model == "mla":
+            mckpt.plan(tiny_model("deepseek-v3", "float32"), out, format="torch_dist").run()
+        else:
+            options = {"transformer_impl": "local", "format": "torch_dist"}
+            mckpt.plan(tiny_model("llama_nemotron", "float32"), out, **options).run()
+        return out
+
+    def trained(run: Run) -> Path:
+        out = work / run.saved
+        if not out.exists():
+            job = JOB | run.before | FORMS[run.form]
+            ask(**job | {"checkpoint": start(run.model), "steps": SAVED_AT, "save": out})
+        return out
+
+    return trained
 
 
 @pytest.fixture(scope="module")
-def steps(chosen: list[Run]) -> int:
-    """The steps that are trained after the save."""
-    return STEPS if any(run in MORE for run in chosen) else FEW_STEPS
+def whole() -> dict[tuple[str, int], list[Any]]:
+    """The steps of the runs that are not resharded, by name and number of steps."""
+    return {}
 
 
-@pytest.fixture(scope="module")
-def results(
-    work: Path, tiny_model: TinyModel, chosen: list[Run], steps: int
-) -> dict[str, dict[str, Any]]:
-    """Saves at step 2, and goes on from there at the layout of the save; then goes on from the
-    resharded checkpoint at the other layout.
-    """
-    mckpt.plan(tiny_model("deepseek-v3", "float32"), work / "mla", format="torch_dist").run()
-    made_models.make(["llama_nemotron"], work / "made")
-    different = work / "made" / "llama_nemotron"
-    options = {"transformer_impl": "local", "format": "torch_dist"}
-    mckpt.plan(different, work / "different", **options).run()
-    cases = [
-        {
-            "name": name,
-            "kind": "save",
-            "args": args,
-            "format": "torch_dist",
-            "destination": str(work / name),
-        }
-        for name, args in MODELS.items()
-    ]
-    for run in {run.saved: run for run in chosen}.values():
-        first = JOB | {"checkpoint": str(work / run.model)} | run.before | FORMS[run.form]
-        cases.append(first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)})
-        if any(other.has_curve for other in chosen if other.saved == run.saved):
-            cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before, steps))
-    first_results = judge(cases, 4, work / "saving")
-    for run in chosen:
-        sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
-        sizes.setdefault("etp", sizes["tp"])
-        options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
-        # other padding would be other rows in the softmax, and so other losses
-        options += ["--target-format", run.target, "--keep-padding"]
-        options *= run.command == "reshard"
-        source = work / run.saved
-        good(run.command, source, work / run.name, *options)
-    after = [_resumed(work, run, run.name, run.name, run.after, steps) for run in chosen]
-    natively = {run.native: run for run in chosen if run.native}
-    after += [
-        _resumed(work, run, run.saved, name, run.after, steps) for name, run in natively.items()
-    ]
-    return first_results | judge(after, 4, work / "going-on")
-
-
-def _resumed(
-    work: Path, run: Run, checkpoint: str, name: str, sizes: dict[str, int], steps: int
-) -> dict[str, Any]:
-    job = JOB | {"name": name, "checkpoint": str(work / checkpoint), "resume": True}
-    return job | {"steps": SAVED_AT + steps} | sizes | run.options
-
-
-def curve(results: dict[str, dict[str, Any]], name: str, key: str) -> list[float]:
-    assert not explain(results[name])
-    return [step[key] for step in results[name]["steps"]]
+def resumed(checkpoint: Path, run: Run, sizes: dict[str, int], steps: int) -> list[dict[str, Any]]:
+    """Goes on from a checkpoint, and returns what each step gave."""
+    job = JOB | {"checkpoint": checkpoint, "resume": True, "steps": SAVED_AT + steps}
+    found: list[dict[str, Any]] = ask(**job | sizes | run.options)["steps"]
+    return found
 
 
 @pytest.mark.parametrize("run", PARAMETERS)
 def test_losses_go_on_as_without_a_reshard(
-    results: dict[str, dict[str, Any]], run: Run, steps: int
+    run: Run, work: Path, saved: Callable[[Run], Path], whole: dict[tuple[str, int], list[Any]]
 ) -> None:
     """Two layouts add in another order, so their losses differ by rounding, and those of a router
     by more. Where megatron-core can change the layout itself, nothing may differ. In fp16 the loss
-    is scaled as before.
+    is scaled as before. There and back is bitwise.
     """
+    source, out, steps = saved(run), work / run.name, STEPS if run in MORE else FEW_STEPS
+    sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
+    sizes.setdefault("etp", sizes["tp"])
+    options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+    # other padding would be other rows in the softmax, and so other losses
+    options += ["--target-format", run.target, "--keep-padding"]
+    good(run.command, source, out, *options * (run.command == "reshard"))
+    mine = resumed(out, run, run.after, steps)
+    native = resumed(source, run, run.after, steps) if run.native else None
+    expected, at = None, (run.saved, steps)
+    if run.has_curve:
+        expected = whole[at] = whole.get(at) or resumed(source, run, run.before, steps)
     scaled = "fp16" in run.form
     if scaled:
-        scales = curve(results, run.name, "loss_scale")
-        assert scales == curve(results, f"{run.saved}-on", "loss_scale")
+        scales = curve(mine, "loss_scale")
+        assert expected and scales == curve(expected, "loss_scale")
         assert scales[:5] == [2**12, *[2**13] * 3, 2**14]
-    assert run.native or run.has_curve
+    assert native or expected
     for key in ("loss", "grad_norm"):
-        mine = curve(results, run.name, key)
-        assert len(mine) == steps
-        if run.native:
-            assert mine == curve(results, run.native, key), key
-        if not run.has_curve:
-            continue
-        expected = curve(results, f"{run.saved}-on", key)
-        if run.before == run.after:
-            assert mine == expected, key
-        elif not scaled:
+        found = curve(mine, key)
+        assert len(found) == steps
+        if native:
+            assert found == curve(native, key), key
+        if expected and run.before == run.after:
+            assert found == curve(expected, key), key
+        elif expected and not scaled:
             # Muon makes all directions of a gradient equally long, also those of rounding
             rtol = 5e-2 if "muon" in run.form else 2e-5
-            np.testing.assert_allclose(mine, expected, rtol=rtol, err_msg=key)
-
-
-def test_there_and_back_is_bitwise(
-    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run]
-) -> None:
+            np.testing.assert_allclose(found, curve(expected, key), rtol=rtol, err_msg=key)
     kinds = ("dp_reshardable", "muon")
-    for run in (r for r in chosen if r.target == "torch" or any(k in r.form for k in kinds)):
-        back = work / f"{run.name}-back"
-        sizes = [x for k, v in run.before.items() for x in (f"--target-{k}", v)]
-        sizes += ["--target-format", run.target] if "muon" in run.form else []
-        good("reshard", work / run.name, back, "--target-tp", 1, *sizes, "--keep-padding")
-        first, last = Checkpoint.open(work / run.saved), Checkpoint.open(back)
-        for other in (Checkpoint.open(work / run.name), last):
-            difference = mckpt.diff(first, other)
-            states = {name.partition("@")[2] for name in first.with_optimizer() if "@" in name}
-            assert first.optimizer and first.optimizer.states == sorted(states)
-            assert states >= {"exp_avg", "exp_avg_sq"}
-            assert ("momentum_buffer" in states) == ("muon" in run.form)
-            number = sum("@" in name for name in first.with_optimizer())
-            assert not difference and difference.same == len(first) + number
+    if run.target == "torch" or any(kind in run.form for kind in kinds):
+        expect_back(run, source, out)
+
+
+def curve(steps: list[dict[str, Any]], key: str) -> list[float]:
+    return [step[key] for step in steps]
+
+
+def expect_back(run: Run, source: Path, moved: Path) -> None:
+    """Fails unless a checkpoint that was resharded has all values, and another reshard too."""
+    back = Path(f"{moved}-back")
+    sizes = [x for k, v in run.before.items() for x in (f"--target-{k}", v)]
+    sizes += ["--target-format", run.target] if "muon" in run.form else []
+    good("reshard", moved, back, "--target-tp", 1, *sizes, "--keep-padding")
+    first = Checkpoint.open(source)
+    states = {name.partition("@")[2] for name in first.with_optimizer() if "@" in name}
+    assert first.optimizer and first.optimizer.states == sorted(states)
+    assert states >= {"exp_avg", "exp_avg_sq"}
+    assert ("momentum_buffer" in states) == ("muon" in run.form)
+    number = sum("@" in name for name in first.with_optimizer())
+    for other in (moved, back):
+        difference = mckpt.diff(first, other)
+        assert not difference and difference.same == len(first) + number
 
 
 def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
     """The gradient of its first iteration overflows in fp16. Megatron loads no such state from
     torch_dist, and saves none of a distributed optimizer in the other forms.
     """
-    start, every = tmp_path / "start", []
-    saved = {"kind": "save", "args": DENSE | QWEN3, "format": "torch_dist"}
-    judge([saved | {"name": "start", "destination": str(start)}], 2, tmp_path / "starting")
-    job = JOB | {"world": 2, "tp": 2, "steps": 1, "dtype": "float16", "checkpoint": str(start)}
+    start = tmp_path / "start"
+    ask("save", args=DENSE | QWEN3, format="torch_dist", destination=start)
+    job = JOB | {"world": 2, "tp": 2, "steps": 1, "dtype": "float16", "checkpoint": start}
     job |= {"args": FP16["args"] | {"initial_loss_scale": 2.0**24}}
     for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
-        every.append(job | FORMS[form] | {"name": form, "save": str(tmp_path / form)})
-    for result in judge(every, 2, tmp_path / "saving").values():
-        assert not explain(result) and "grad_norm" not in result["steps"][0]
+        result = ask(**job | FORMS[form] | {"save": tmp_path / form})
+        assert "grad_norm" not in result["steps"][0]
     sizes = ("--target-tp", 2, "--keep-padding")
     for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
         assert "sound" in good("check", tmp_path / form).out
@@ -362,13 +342,12 @@ def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
             file.seek(span.at)
             file.write(np.float32(np.nan).tobytes())
         assert len(mckpt.check(flat).suspicious) == wanted
-    names = ["not_distributed_torch", "from_dist", "from_torch"]
-    cases = [on | {"name": name, "checkpoint": str(tmp_path / name)} for name in names]
-    results = judge(cases, 2, tmp_path / "going on")
-    steps = results[names[0]]["steps"]
-    assert any("grad_norm" in step for step in steps)  # the scale has become small enough
-    first, *others = (curve(results, name, "loss") for name in names)
-    assert all(one == first for one in others)
+    first, *others = (
+        ask(**on | {"checkpoint": tmp_path / name})["steps"]
+        for name in ("not_distributed_torch", "from_dist", "from_torch")
+    )
+    assert any("grad_norm" in step for step in first)  # the scale has become small enough
+    assert all(curve(one, "loss") == curve(first, "loss") for one in others)
 
 
 # The files of `torch` name no parameter. What was trained -> the model, the sizes, and the patterns
@@ -386,21 +365,13 @@ def test_parameters_that_were_not_trained_are_found(tmp_path: Path) -> None:
     """The states in the files are those that megatron-core saves with names in the same run."""
     import torch
 
-    saved: dict[str, Any] = {"kind": "save", "format": "torch_dist"}
-    cases = []
-    models = [(name, args, str(tmp_path / name)) for name, args in MODELS.items()]
-    start = [saved | {"name": n, "args": args, "destination": to} for n, args, to in models]
-    judge(start, 2, tmp_path / "starting")
+    for name, args in MODELS.items():
+        ask("save", args=args, format="torch_dist", destination=tmp_path / name)
     job = JOB | {"world": 2, "dtype": "bfloat16"}
     for name, (model, sizes, patterns) in FROZEN.items():
         for form in ("distrib_optim", "fully_reshardable"):
-            own = {"steps": 2, "frozen": patterns, "checkpoint": str(tmp_path / model)}
-            out = f"{name} {form}"
-            cases.append(
-                job | sizes | FORMS[form] | own | {"name": out, "save": f"{tmp_path}/{out}"}
-            )
-    for result in judge(cases, 2, tmp_path / "saving").values():
-        assert not explain(result)
+            own = {"steps": 2, "frozen": patterns, "checkpoint": tmp_path / model}
+            ask(**job | sizes | FORMS[form] | own | {"save": tmp_path / f"{name} {form}"})
     for name in FROZEN:
         files, named = (tmp_path / f"{name} {x}" for x in ("distrib_optim", "fully_reshardable"))
         number = len(Checkpoint.open(named).with_optimizer())

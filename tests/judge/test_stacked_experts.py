@@ -13,38 +13,29 @@ from safetensors.numpy import load_file
 
 import mckpt
 from mckpt import mapping
-from tests.helpers import made_models, tiny
-from tests.helpers.commands import hf
+from tests.helpers import tiny
+from tests.helpers.tiny import TinyModel
 
 pytestmark = [
     pytest.mark.judge,
     pytest.mark.filterwarnings("ignore"),  # of what torch and transformers import
 ]
 
-MADE = (
+CASES = (
+    *("mixtral", "qwen3-moe"),
     *("deepseek_v2", "glm4v_moe", "granitemoehybrid", "hunyuan_v1_moe", "hy_v3", "internvl_moe"),
     *("kimi_k25", "nemotron_h_latent", "qwen2_moe", "qwen3_next"),
 )
 # whose tensors other than those of the text model have other names in memory too
 RENAMED = ("internvl_moe", "kimi_k25")
-CASES = ("mixtral", "qwen3-moe", *MADE)
-
-
-@pytest.fixture(scope="module")
-def published(work: Path) -> Path:
-    """Models as they are published, one for each case."""
-    made_models.make(MADE, work)
-    for case in set(CASES) - set(MADE):
-        hf(work / case, case, dtype="float32")
-    return work
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_experts_in_one_tensor_are_read(case: str, published: Path, tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_read(case: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """transformers writes the file, and reads it without a missing tensor; mckpt finds the values
     of the published file in it.
     """
-    source, stacked = published / case, tmp_path / "stacked"
+    source, stacked = tiny_model(case, "float32"), tmp_path / "stacked"
     kind = tiny.class_of(json.loads((source / "config.json").read_text()))
     kind.from_pretrained(source).save_pretrained(stacked, save_original_format=False)
     _, info = kind.from_pretrained(stacked, output_loading_info=True)
@@ -60,9 +51,11 @@ def test_experts_in_one_tensor_are_read(case: str, published: Path, tmp_path: Pa
     assert bool(found) == (case in RENAMED)
 
 
-def test_a_model_with_experts_in_one_tensor_is_converted(published: Path, tmp_path: Path) -> None:
+def test_a_model_with_experts_in_one_tensor_is_converted(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """It comes back under the names of the published files."""
-    source, stacked = published / "qwen2_moe", tmp_path / "stacked"
+    source, stacked = tiny_model("qwen2_moe", "float32"), tmp_path / "stacked"
     kind = tiny.class_of(json.loads((source / "config.json").read_text()))
     kind.from_pretrained(source).save_pretrained(stacked, save_original_format=False)
     shutil.copy(source / "config.json", stacked / "config.json")

@@ -19,8 +19,8 @@ real kernels. What cannot be judged on CPU:
 - The local spec with MLA: its attention takes no head widths (`k_channels`), as
   test_the_local_spec_cannot_build_mla shows.
 - MLA without q LoRA (deepseek-v3-plain): with Transformer Engine, 0.19 asks for a norm that the
-  model does not have, and mckpt refuses to write for it, as
-  test_the_stock_trainer_cannot_load_mla_without_q_lora shows. Its launch line is judged.
+  model does not have, and mckpt refuses to write for it, as test_mla_without_q_lora shows. Its
+  launch line is judged.
 - Fused kernels: MLA rotates without --apply-rope-fusion here, after its config was checked with it.
 - Training.
 """
@@ -36,13 +36,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import mckpt
 from mckpt import mapping
+from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import megatron_args
 from mckpt.geometry.parallel import Parallel
+from mckpt.options import SourceOptions
 from tests.helpers import tiny
-from tests.helpers.judging import explain, judge, record
+from tests.helpers.judging import LOGITS_ATOL, ask, failure, record
 
 absent = (
     importlib.util.find_spec("megatron") is None
@@ -64,7 +67,6 @@ MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", *MLA)
 NOT_LOADABLE = "deepseek-v3-plain"  # cannot be loaded with Transformer Engine from 0.19 on
 # llama-rope-scaled: the stock trainer computes with 8, whatever the value of --rope-scaling-factor
 INEXACT = ["rope_factor"]
-LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10
 CONFIGS = sorted((tiny.FIXTURES / "configs").glob("*.json"))
 
 
@@ -120,101 +122,81 @@ def flat(flags: dict[str, Any]) -> list[str]:
     ]
 
 
-def without(flag: str, flags: list[str]) -> list[str]:
-    """Returns the launch line without a flag that has no value."""
-    assert flag in flags
-    return [word for word in flags if word != flag]
-
-
-def convert(
-    work: Path,
-    sources: dict[str, Path],
-    case: str,
-    form: str,
-    impl: str,
-    megatron: str | None = None,
-) -> dict[str, Any]:
-    """Converts by mckpt; returns the case for tests/helpers/stock.py, at the sizes of the launch
-    line.
-    """
+def convert(work: Path, source: Path, case: str, form: str, impl: str, **more: Any) -> Path:
+    """Converts by mckpt, at the sizes of the launch line."""
     out, size = work / named(case, form, impl), Parallel(**size_of(case, form, impl))
-    wanted = {
-        "format": form,
-        "parallel": size,
-        "transformer_impl": impl,
-        "allow_inexact": INEXACT,
-        "megatron_version": megatron,
-    }
-    mckpt.plan(sources[case], out, **wanted).run()
-    return {
-        "name": named(case, form, impl),
-        "world": 4 if impl == TE else 2,
-        "flags": launch_line(out),
-        "checkpoint": str(out),
-        "tokens": tiny.tokens(case).tolist(),
-        "save": str(work / f"{named(case, form, impl)}-saved"),
-    }
+    wanted = {"format": form, "parallel": size, "transformer_impl": impl} | more
+    mckpt.plan(source, out, allow_inexact=INEXACT, **wanted).run()
+    return out
 
 
-@pytest.fixture(scope="module")
-def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Results of all cases, from one launch for each layer spec."""
-    local = [convert(work, sources, *one) for one in CASES if one[2] == LOCAL]
-    local.append(convert(work, sources, "deepseek-v3", "torch_dist", LOCAL))
-    te = [convert(work, sources, *one) for one in CASES if one[2] == TE]
-    te.append(convert(work, sources, NOT_LOADABLE, "torch", TE, megatron="0.18"))
-    by_name = {case["name"]: case for case in te}
-    te += padded(work, sources["qwen3"])
-    parsed = {"checkpoint": None, "world": 4}
-    flags = by_name[named("qwen3", "torch_dist", TE)]["flags"]
-    te.append(
-        {
-            "name": "appended",
-            "flags": [*flags, "--seq-length", "64", "--max-position-embeddings", "1024"],
-            **parsed,
-        }
-    )
-    plain = by_name[named(NOT_LOADABLE, "torch", TE)]["flags"]
-    te.append({"name": "plain-rope", "flags": plain, **parsed})
-    te.append({"name": "fused-rope", "flags": without("--no-rope-fusion", plain), **parsed})
-    te += [
-        {
-            "name": f"config-{path.stem}",
-            "flags": flat(published(path).flags),
-            "checkpoint": None,
-            "world": 8,
-        }
-        for path in CONFIGS
-    ]
-    return judge(local, 2, work / "local", program="stock.py") | judge(
-        te, 4, work / "te", fake_te=True, program="stock.py"
-    )
+def through_the_trainer(
+    source: Path, out: Path, tokens: np.ndarray | None, family: str | None = None, **more: Any
+) -> np.ndarray | None:
+    """Returns the logits that the stock trainer computes of the checkpoint `out`.
 
-
-def padded(work: Path, source: Path) -> list[dict[str, Any]]:
-    """Returns cases whose embedding had 512 rows at tp 4, where Megatron makes 256 of the 193 at
-    tp 2. Their launch lines do not state the rows, so that Megatron computes them.
+    Fails unless it saves the weights, and mckpt makes of them what `source` has, bit for bit.
     """
-    wide = work / "wide"
-    mckpt.plan(source, wide, format="torch", parallel=Parallel(tp=4)).run()
-    cases = []
-    for name, keep in (("padded-anew", False), ("padding-kept", True)):
-        out, size = work / name, Parallel(tp=2, pp=2)
-        mckpt.plan(wide, out, format="torch", parallel=size, keep_padding=keep).run()
-        flags = launch_line(out)
-        at = flags.index("--padded-vocab-size")
-        assert flags[at + 1] == ("512" if keep else "256")
-        cases.append(
-            {
-                "name": name,
-                "world": 4,
-                "flags": flags[:at] + flags[at + 2 :],
-                "checkpoint": str(out),
-                "tokens": tiny.tokens("qwen3").tolist(),
-            }
-        )
-    divisor = ["--make-vocab-size-divisible-by", "128"]
-    return [*cases, cases[1] | {"name": "padding-not-said", "flags": cases[1]["flags"] + divisor}]
+    saved, back = Path(f"{out}-saved"), Path(f"{out}-back")
+    given = {"flags": launch_line(out), "checkpoint": out, "tokens": tokens, "save": saved}
+    result = ask("stock", **given | more)
+    known = SourceOptions(family=family)
+    opened, written = mckpt.Checkpoint.open(saved, known), mckpt.open(out)
+    assert (opened.format, opened.mapping.name) == (written.format, written.mapping.name)
+    mckpt.plan(opened, back, format="hf", allow_inexact=INEXACT).run(check_replicas=True)
+    found, wanted = (
+        {name: array for path in d.glob("*.safetensors") for name, array in load_file(path).items()}
+        for d in (back, source)
+    )
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        assert found[name].tobytes() == array.tobytes(), name
+    # config.json is made from the stock trainer's own args
+    assert mckpt.open(back).dims == mckpt.open(source).dims
+    return result.get("logits")
+
+
+def expect_keys(
+    source: Path,
+    place: Path,
+    parallel: Parallel,
+    dialect: str = "hybrid",
+    dtypes: bool = True,
+    objects: bool = True,
+) -> dict[str, Path]:
+    """Converts to both formats, and fails unless the tensors have the names and shapes of the model
+    that the stock trainer builds. Returns the checkpoints by format.
+
+    dtypes: also compare the dtypes of torch_dist. objects: the checkpoint has no objects beside
+    those of the model, such as _extra_state.
+    """
+    import torch
+
+    made = {form: place / form for form in FORMATS}
+    for form, out in made.items():
+        wanted = {"dialect": dialect, "allow_inexact": INEXACT, "parallel": parallel}
+        mckpt.plan(source, out, format=form, **wanted).run()
+    world = parallel.tp * parallel.pp  # ep 2, etp 1 takes the ranks of tp 2
+    real = ask("stock", te=True, flags=launch_line(made["torch"]), world=world, keys=True)
+    stored = read_metadata(made["torch_dist"] / "release" / ".metadata")
+    ours = {key: [list(shape), dtype] for key, (dtype, shape, _) in stored.tensors.items()}
+    tensors = {k: v for k, v in real["torch_dist"].items() if v[1] != "object"}
+    of_shape = slice(None, 2 if dtypes else 1)
+    assert {k: v[of_shape] for k, v in ours.items()} == {k: v[of_shape] for k, v in tensors.items()}
+    theirs = set(real["torch_dist"]) - set(tensors)
+    assert theirs and theirs <= set(stored.objects)
+    assert not objects or set(stored.objects) - {"common_state/shard_0_1"} == theirs
+    files = made["torch"] / "release"
+    assert {path.name for path in files.glob("mp_rank_*")} == set(real["torch"])
+    for directory, models in real["torch"].items():
+        file = torch.load(files / directory / "model_optim_rng.pt", weights_only=False)
+        names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+        assert [name for name in file if name.startswith("model")] == names
+        for name, wanted in zip(names, models, strict=True):
+            held = {k: None if "_extra" in k else list(v.shape) for k, v in file[name].items()}
+            assert held == {k: None if "_extra" in k else shape for k, shape in wanted.items()}
+    return made
 
 
 def published(path: Path) -> megatron_args.Launch:
@@ -251,117 +233,91 @@ def references(work: Path, sources: dict[str, Path]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("case", "form", "impl"), CASES, ids=[named(*one) for one in CASES])
-def test_the_stock_trainer_computes_the_logits_of_transformers(
-    case: str,
-    form: str,
-    impl: str,
-    results: dict[str, dict[str, Any]],
-    references: dict[str, np.ndarray],
-) -> None:
-    result = results[named(case, form, impl)]
-    assert result["ok"], explain(result)
-    apart = np.abs(result["logits"] - references[case]).max()
-    assert apart < LOGITS_ATOL
-    sizes = (
-        f"{mckpt.Parallel(**size_of(case, form, impl))}"
-        f" ({'names of Transformer Engine' if impl == TE else 'local'})"
-    )
-    record("stock trainer", case, form, sizes, apart, np.abs(references[case]).max())
-
-
-@pytest.mark.parametrize(("case", "form", "impl"), CASES, ids=[named(*one) for one in CASES])
-def test_a_checkpoint_of_the_stock_trainer_comes_back_bit_for_bit(
+def test_the_stock_trainer_computes_the_logits_of_transformers_and_saves_the_weights(
     case: str,
     form: str,
     impl: str,
     work: Path,
     sources: dict[str, Path],
-    results: dict[str, dict[str, Any]],
+    references: dict[str, np.ndarray],
 ) -> None:
-    from safetensors.numpy import load_file
-
-    assert results[named(case, form, impl)]["ok"], explain(results[named(case, form, impl)])
-    saved, out = work / f"{named(case, form, impl)}-saved", work / f"{named(case, form, impl)}-back"
-    assert mckpt.open(saved).format == form
-    mckpt.plan(saved, out, format="hf", allow_inexact=INEXACT).run(check_replicas=True)
-    back = {
-        name: array for path in out.glob("*.safetensors") for name, array in load_file(path).items()
-    }
-    wanted = tiny.tensors(tiny.config(case), "float32")
-    assert back.keys() == wanted.keys()
-    assert [
-        name
-        for name in wanted
-        if back[name].dtype != wanted[name].dtype or back[name].tobytes() != wanted[name].tobytes()
-    ] == []
-    assert [back[name].shape for name in wanted] == [array.shape for array in wanted.values()]
-    # config.json is made from the stock trainer's own args
-    assert mckpt.open(out).dims == mckpt.open(sources[case]).dims
+    out, te = convert(work, sources[case], case, form, impl), impl == TE
+    ranks = {"te": te, "world": 4 if te else 2}
+    logits = through_the_trainer(sources[case], out, tiny.tokens(case), **ranks)
+    apart = np.abs(logits - references[case]).max()
+    assert apart < LOGITS_ATOL
+    sizes = (
+        f"{mckpt.Parallel(**size_of(case, form, impl))}"
+        f" ({'names of Transformer Engine' if te else 'local'})"
+    )
+    record("stock trainer", case, form, sizes, apart, np.abs(references[case]).max())
+    if case == "llama-rope-scaled":
+        # The trainer ignores the factor, so mckpt requires --allow-inexact. With the source's own
+        # factor the logits differ.
+        own = tiny.hf_logits(sources[case], tiny.tokens(case))
+        assert np.abs(own - logits).max() > 100 * LOGITS_ATOL
 
 
 def test_the_vocabulary_has_the_rows_that_the_stock_trainer_computes(
-    results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
+    work: Path, sources: dict[str, Path], references: dict[str, np.ndarray]
 ) -> None:
-    """The files of `torch` load only if both agree; padding that is kept is in the launch line."""
-    for name in ("padded-anew", "padding-kept"):
-        assert results[name]["ok"], explain(results[name])
-        assert np.abs(results[name]["logits"] - references["qwen3"]).max() < LOGITS_ATOL
-    assert "size mismatch" in explain(results["padding-not-said"])
+    """The files of `torch` load only if both agree; padding that is kept is in the launch line.
 
-
-def test_the_stock_trainer_ignores_the_rope_factor(
-    sources: dict[str, Path], results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
-) -> None:
-    """mckpt therefore requires --allow-inexact. With the source's own factor the logits differ."""
-    case = "llama-rope-scaled"
-    own = tiny.hf_logits(sources[case], tiny.tokens(case))
-    assert (
-        np.abs(own - results[named(case, "torch_dist", LOCAL)]["logits"]).max() > 100 * LOGITS_ATOL
-    )
-
-
-def test_the_local_spec_cannot_build_mla(results: dict[str, dict[str, Any]]) -> None:
-    result = results[named("deepseek-v3", "torch_dist", LOCAL)]
-    assert "unexpected keyword argument 'k_channels'" in explain(result)
-
-
-def test_the_stock_trainer_cannot_load_mla_without_q_lora(
-    sources: dict[str, Path], work: Path, results: dict[str, dict[str, Any]]
-) -> None:
-    """mckpt refuses the model for this reason: a checkpoint for 0.18 lacks the weight that the
-    error names.
+    The embedding had 512 rows at tp 4, where Megatron makes 256 of the 193 at tp 2. These launch
+    lines do not state the rows, so that Megatron computes them.
     """
+    wide = work / "wide"
+    mckpt.plan(sources["qwen3"], wide, format="torch", parallel=Parallel(tp=4)).run()
+    for keep in (False, True):
+        out, size = work / f"padded-{keep}", Parallel(tp=2, pp=2)
+        mckpt.plan(wide, out, format="torch", parallel=size, keep_padding=keep).run()
+        flags = launch_line(out)
+        at = flags.index("--padded-vocab-size")
+        assert flags[at + 1] == ("512" if keep else "256")
+        del flags[at : at + 2]
+        case = {"te": True, "world": 4, "checkpoint": out, "tokens": tiny.tokens("qwen3")}
+        found = ask("stock", flags=flags, **case)["logits"]
+        assert np.abs(found - references["qwen3"]).max() < LOGITS_ATOL
+    flags += ["--make-vocab-size-divisible-by", "128"]
+    assert "size mismatch" in failure("stock", flags=flags, **case)
+
+
+def test_the_local_spec_cannot_build_mla(work: Path, sources: dict[str, Path]) -> None:
+    out = convert(work, sources["deepseek-v3"], "deepseek-v3", "torch_dist", LOCAL)
+    error = failure("stock", world=2, flags=launch_line(out), checkpoint=out)
+    assert "unexpected keyword argument 'k_channels'" in error
+
+
+def test_mla_without_q_lora(sources: dict[str, Path], work: Path) -> None:
+    """The trainer cannot load it, and mckpt refuses the model for this reason: a checkpoint for
+    0.18 lacks the weight that the error names. Its plain rope needs the flag that mckpt writes.
+    """
+    case, source = NOT_LOADABLE, sources[NOT_LOADABLE]
     with pytest.raises(mckpt.errors.MckptError, match=r"linear_q_proj\.layer_norm_weight"):
-        mckpt.plan(sources[NOT_LOADABLE], work / "nowhere")
+        mckpt.plan(source, work / "nowhere")
+    out = convert(work, source, case, "torch", TE, megatron_version="0.18")
+    flags, te = launch_line(out), {"te": True, "world": 4}
     if version("megatron-core") >= "0.19":
-        assert "linear_q_proj.layer_norm_weight" in explain(
-            results[named(NOT_LOADABLE, "torch", TE)]
-        )
+        error = failure("stock", flags=flags, checkpoint=out, **te)
+        assert "linear_q_proj.layer_norm_weight" in error
+    ask("stock", flags=flags, **te)
+    flags.remove("--no-rope-fusion")
+    error = failure("stock", flags=flags, **te)
+    assert "apply_rope_fusion for MLA only works with YARN RoPE" in error
 
 
-def test_a_flag_after_the_launch_line_overrides_it(results: dict[str, dict[str, Any]]) -> None:
-    assert results["appended"]["ok"], explain(results["appended"])
-    assert results["appended"]["args"]["seq_length"] == 64
-    assert results["appended"]["args"]["max_position_embeddings"] == 1024
+def test_a_flag_after_the_launch_line_overrides_it(work: Path, sources: dict[str, Path]) -> None:
+    mckpt.convert(sources["qwen3"], out := work / "appended", tp=2, pp=2)
+    flags = [*launch_line(out), "--seq-length", "64", "--max-position-embeddings", "1024"]
+    args = ask("stock", te=True, world=4, flags=flags)["args"]
+    assert args["seq_length"] == 64
+    assert args["max_position_embeddings"] == 1024
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
-def test_the_launch_line_of_a_published_model_is_accepted(
-    path: Path, results: dict[str, dict[str, Any]]
-) -> None:
-    result = results[f"config-{path.stem}"]
-    assert result["ok"], explain(result)
+def test_the_launch_line_of_a_published_model_is_accepted(path: Path) -> None:
+    args = ask("stock", te=True, world=8, flags=flat(published(path).flags))["args"]
     config = json.loads(path.read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     most = family.read(config)["max_positions"]
-    assert (result["args"]["seq_length"], result["args"]["max_position_embeddings"]) == (
-        min(most, 4096),
-        most,
-    )
-
-
-def test_mla_with_plain_rope_needs_the_flag_that_mckpt_writes(
-    results: dict[str, dict[str, Any]],
-) -> None:
-    assert results["plain-rope"]["ok"], explain(results["plain-rope"])
-    assert "apply_rope_fusion for MLA only works with YARN RoPE" in explain(results["fused-rope"])
+    assert (args["seq_length"], args["max_position_embeddings"]) == (min(most, 4096), most)

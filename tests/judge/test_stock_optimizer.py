@@ -23,7 +23,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron import megatron_args
 from tests.helpers.commands import good
 from tests.helpers.judged_models import DENSE, MOE, QWEN3
-from tests.helpers.judging import explain, judge
+from tests.helpers.judging import ask, explain, judge
 from tests.judge.test_optimizer import FORMS, FP16, JOB, MUON
 from tests.judge.test_stock import flat
 
@@ -81,40 +81,23 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    work = tmp_path_factory.mktemp("stock-optimizer")
-    cases = [
+def trained(work: Path) -> Path:
+    """The directory of the checkpoints of TRAINED."""
+    cases: list[dict[str, Any]] = [
         {
-            "name": f"start-{name}",
             "kind": "save",
             "args": args,
             "format": "torch_dist",
-            "destination": str(work / f"start-{name}"),
+            "destination": work / f"start-{name}",
         }
         for name, args in MODELS.items()
     ]
     for name, (model, options) in TRAINED.items():
-        paths = {"checkpoint": str(work / f"start-{model}"), "save": str(work / name)}
-        cases.append(JOB | {"world": 2, "steps": 2, "name": name} | options | paths)
-    for result in judge(cases, 2, work / "trained").values():
+        paths = {"checkpoint": work / f"start-{model}", "save": work / name}
+        cases.append(JOB | {"world": 2, "steps": 2} | options | paths)
+    for result in judge(cases, work / "trained").values():
         assert result["ok"], explain(result)
-    stock = []
-    for run in RUNS:
-        sizes = {"tp": 1, "pp": 1, "ep": 1} | run.sizes
-        options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
-        options += ["--target-format", run.format, "--target-etp", sizes["tp"]]
-        good("reshard", work / run.source, work / run.name, *options)
-        stock.append(
-            {
-                "name": run.name,
-                "world": 4 if run.sizes == {"tp": 2, "pp": 2} else 2,
-                "flags": flags_of(work / run.name),
-                "optimizer": [*run.flags, *SAME],
-                "checkpoint": str(work / run.name),
-                "save": str(work / f"{run.name}-saved"),
-            }
-        )
-    return work, judge(stock, 2, work / "stock", program="stock.py")
+    return work
 
 
 def flags_of(checkpoint: Path) -> list[str]:
@@ -123,12 +106,16 @@ def flags_of(checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_the_stock_trainer_loads_all_of_it(
-    results: tuple[Path, dict[str, dict[str, Any]]], run: Run
-) -> None:
-    work, found = results
-    assert not explain(found[run.name])
-    ours, theirs = Checkpoint.open(work / run.name), Checkpoint.open(work / f"{run.name}-saved")
+def test_the_stock_trainer_loads_all_of_it(trained: Path, run: Run) -> None:
+    source, out, saved = (trained / name for name in (run.source, run.name, f"{run.name}-saved"))
+    sizes = {"tp": 1, "pp": 1, "ep": 1} | run.sizes
+    options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+    options += ["--target-format", run.format, "--target-etp", sizes["tp"]]
+    good("reshard", source, out, *options)
+    world = 4 if run.sizes == {"tp": 2, "pp": 2} else 2
+    given = {"optimizer": [*run.flags, *SAME], "checkpoint": out, "save": saved}
+    ask("stock", world=world, flags=flags_of(out), **given)
+    ours, theirs = Checkpoint.open(out), Checkpoint.open(saved)
     assert ours.optimizer is not None and theirs.optimizer is not None
     states = [name for name in ours.with_optimizer() if "@" in name]
     difference = mckpt.diff(ours, theirs)

@@ -76,7 +76,7 @@ def ran(work: Path) -> dict[str, dict[str, Any]]:
             options += ["--output_dir", str(work / what / name)]
             case = {"name": f"{what} {name}", "source": str(base), "sizes": own}
             cases.append({**case, "options": options})
-    return judge(cases, 2, work / "ran", fake_te=True, program="swift_adapters.py", python=PYTHON)
+    return judge(cases, work / "ran", te=True, program="swift_adapters", python=PYTHON, ranks=2)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,8 @@ from mckpt.options import SourceOptions
 from mckpt.verification.levels import verify
 from tests.helpers import made_models
 from tests.helpers.commands import refused
-from tests.helpers.judging import record
+from tests.helpers.judging import ask, record
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD, ATOL = 2, 1e-4
 CASES = made_models.ENCODER_DECODERS
 # case -> what pretrain_t5.py has no flag for; the judge sets it
@@ -93,49 +90,22 @@ def convert(case: str, work: Path, form: str) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def ran(work: Path, made: dict[str, np.ndarray]) -> None:
-    """Both ranks run all cases in one launch."""
-    pytest.importorskip("megatron.core")
-    jobs = []
-    for case in CASES:
-        given = GIVEN[case] | ({"softmax_scale": 1.0} if megatron() < [0, 19] else {})
-        job = {name: str(convert(case, work, name)) for name in ("torch", "torch_dist")}
-        job |= {
-            "hf": str(work / "hf" / case),
-            "saved": str(work / "saved" / case),
-            "out": str(work / f"{case}.npz"),
-        }
-        job["checkpoint"] = job.pop("torch_dist")
-        jobs.append({**job, "given": given, "tokens": READ.tolist(), "answer": ANSWER.tolist()})
-    (work / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.t5_model"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(WORLD), str(work / "jobs.json")],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(said)
-
-
 @pytest.mark.judge
 @pytest.mark.parametrize("case", CASES)
 def test_megatron_core_computes_the_logits_of_transformers(
-    case: str, work: Path, made: dict[str, np.ndarray], ran: None
+    case: str, work: Path, made: dict[str, np.ndarray]
 ) -> None:
     """The model of a rank has the keys, shapes and values of its `torch` file, too, and what
     Megatron-Core saves comes back bit for bit.
     """
-    found = np.load(work / f"{case}.npz")["logits"]
+    pytest.importorskip("megatron.core")
+    given = GIVEN[case] | ({"softmax_scale": 1.0} if megatron() < [0, 19] else {})
+    places = {"hf": work / "hf" / case, "saved": work / "saved" / case}
+    places |= {
+        "checkpoint": convert(case, work, "torch_dist"),
+        "torch": convert(case, work, "torch"),
+    }
+    found = ask("t5", given=given, tokens=READ, answer=ANSWER, tp=WORLD, **places)["logits"]
     apart, largest = np.abs(found - made[case]).max(), np.abs(made[case]).max()
     assert apart < ATOL
     judge, sizes = "forward", str(Parallel(tp=WORLD))

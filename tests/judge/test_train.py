@@ -103,7 +103,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         resumed("moe-resumed-pp2", "moe-dist", pp=2),
         resumed("moe-resumed-torch", "moe-torch", pp=2, ep=2, etp=1),
     ]
-    return judge(cases, 4, work / "results")
+    return judge(cases, work / "results")
 
 
 def curve(results: dict[str, dict[str, Any]], name: str, key: str = "loss") -> list[float]:

@@ -18,6 +18,7 @@ from mckpt.errors import SourceError
 from mckpt.verification.verdict import Verdict
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.commands import good
+from tests.helpers.tiny import TinyModel
 
 pytestmark = [
     pytest.mark.judge,
@@ -122,17 +123,13 @@ SLOW = ("stages", "canonical", "latent")
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in ALONE],
 )
-def test_an_adapter_alone_passes(case: str, work: Path) -> None:
+def test_an_adapter_alone_passes(case: str, work: Path, tiny_model: TinyModel) -> None:
     model, ends, layout, form, saved, sizes = ALONE[case]
     if model in made_models.CASES and VERSION < (0, 18):
         pytest.skip(f"megatron-core {version('megatron-core')} has no gated delta nets")
-    base, adapter, out = work / "bases" / model, work / f"{case}.peft", work / f"{case}.megatron"
-    if model in made_models.CASES:
-        made_models.make([model], base.parent)
-    elif not base.exists():
-        tiny.tiny_random(model, base)
-    config = (made_models if model in made_models.CASES else tiny).config(model)
-    layers = made_models.text(config)["num_hidden_layers"]
+    base = tiny_model(model, "float32" if model in made_models.CASES else "bfloat16")
+    adapter, out = work / f"{case}.peft", work / f"{case}.megatron"
+    layers = made_models.text(made_models.config(model))["num_hidden_layers"]
     shapes = adapters.modules(base, *ends)
     shapes = {m: shape for m, shape in shapes.items() if int(m.split(".")[2]) < layers}
     made = adapters.factors(shapes, shared=layout == "fused")

@@ -20,21 +20,23 @@ from mckpt.verification.levels import other_sizes, verify_all
 from mckpt.verification.tokens import read_tokens
 from mckpt.verification.verdict import CLEAN, FAULT
 from tests.formats.test_quantised_checkpoints import tiny_quantised
-from tests.helpers import commands, made_models, tiny
+from tests.helpers import commands, tiny
 from tests.helpers.tiny import TinyModel
 
 pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 
 @pytest.mark.parametrize("case", ["gpt2", pytest.param("llama4", marks=pytest.mark.slow)])
-def test_a_model_of_an_unusual_class_is_verified(case: str, tmp_path: Path) -> None:
+def test_a_model_of_an_unusual_class_is_verified(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """GPT-2 has no linear layers of torch's class and other names of norms. The router of Llama 4
     gives weights of all experts, and its experts one axis less.
     """
-    made_models.make([case], tmp_path)
-    mckpt.plan(tmp_path / case, tmp_path / "out").run()
+    source = tiny_model(case, "float32")
+    mckpt.plan(source, tmp_path / "out").run()
     options = VerifyOptions(device="cpu", sequences=1, length=64)
-    (found,) = verify_all(tmp_path / case, [tmp_path / "out"], options)
+    (found,) = verify_all(source, [tmp_path / "out"], options)
     assert (found.verdict, found.reasons) == ("pass", [])
     # the embedding is compared where learned positions are in it
     first = found.facts["points"][0]
@@ -295,11 +297,16 @@ dims:
 
 
 @pytest.mark.slow  # docs/new-model.md, which is run each time, walks the same way once
-def test_from_an_unknown_architecture_to_a_verified_checkpoint(tmp_path: Path) -> None:
+def test_from_an_unknown_architecture_to_a_verified_checkpoint(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """The drafts for two models that no family has pass `verify`, with what ADDED says."""
-    made_models.make(ADDED, tmp_path)
     for case, added in ADDED.items():
-        hf, out, file = tmp_path / case, tmp_path / f"{case}-megatron", tmp_path / f"{case}.yaml"
+        hf, out, file = (
+            tiny_model(case, "float32"),
+            tmp_path / f"{case}-megatron",
+            tmp_path / f"{case}.yaml",
+        )
         said = commands.refused(4, args=("hf-to-megatron", hf, out))
         assert "mappings new HF_DIR" in said
         text = commands.good("mappings", "new", hf).out

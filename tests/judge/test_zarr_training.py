@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +19,7 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers.commands import good
 from tests.helpers.commands import mckpt as command
-from tests.helpers.judging import explain, judge
+from tests.helpers.judging import ask
 from tests.helpers.tiny import unpack
 
 pytestmark = [pytest.mark.judge, pytest.mark.newest]
@@ -70,41 +70,21 @@ def unpacked(form: str, directory: Path) -> Path:
     return directory / form
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("zarr-training")
-
-
-@pytest.fixture(scope="module")
-def results(work: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """Goes on from each chosen sample, resharded."""
-    parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    selected = [found.params.get("case") for found in parameters if found]
-    jobs = []
-    for case in (case for case in [*CASES, *MORE] if case in selected):
-        sample = unpacked(case.form, work / ("forgetting" if case.forgets else "samples"))
-        if case.forgets:
-            for chunk in (sample / "zarr").glob("iter_*/optimizer.state.exp_avg.*/[0-9]*"):
-                chunk.write_bytes(bytes(chunk.stat().st_size))
-        sizes = {"tp": 1, "pp": 1, "vpp": 1} | case.sizes
-        options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
-        # other padding would be other rows in the softmax, and so other losses
-        options += ["--target-format", "torch_dist", "--keep-padding"]
-        good("reshard", sample / "zarr", work / case.name, *options)
-        job = json.loads((sample / "run.json").read_text())["job"]
-        job |= {"name": case.name, "kind": "train", "checkpoint": str(work / case.name)}
-        jobs.append(job | case.sizes | {"world": case.ranks, "resume": True})
-    return judge(jobs, max(job["world"] for job in jobs), work / "going-on")
-
-
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_losses_go_on_as_in_the_old_release(
-    case: Case, results: dict[str, dict[str, Any]], work: Path
-) -> None:
+def test_losses_go_on_as_in_the_old_release(case: Case, tmp_path: Path) -> None:
     """Without the first moments they do not, so the comparison can fail."""
-    assert not explain(results[case.name])
-    mine = results[case.name]["steps"]
-    old = json.loads((unpacked(case.form, work / "samples") / "run.json").read_text())
+    sample, moved = unpacked(case.form, tmp_path), tmp_path / "moved"
+    for chunk in (sample / "zarr").glob("iter_*/optimizer.state.exp_avg.*/[0-9]*"):
+        if case.forgets:
+            chunk.write_bytes(bytes(chunk.stat().st_size))
+    sizes = {"tp": 1, "pp": 1, "vpp": 1} | case.sizes
+    options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+    # other padding would be other rows in the softmax, and so other losses
+    options += ["--target-format", "torch_dist", "--keep-padding"]
+    good("reshard", sample / "zarr", moved, *options)
+    old = json.loads((sample / "run.json").read_text())
+    job = {**old["job"], **case.sizes, "checkpoint": moved, "world": case.ranks, "resume": True}
+    mine = ask(**job | {"kind": "train"})["steps"]
     expected = old["steps"][-len(mine) :]
     assert len(mine) == 10 and [s["step"] for s in mine] == [s["step"] for s in expected]
     apart = {
