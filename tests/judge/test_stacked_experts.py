@@ -24,7 +24,7 @@ pytestmark = [
 CASES = (
     *("mixtral", "qwen3-moe"),
     *("deepseek_v2", "glm4v_moe", "granitemoehybrid", "hunyuan_v1_moe", "hy_v3", "internvl_moe"),
-    *("kimi_k25", "nemotron_h_latent", "qwen2_moe", "qwen3_next"),
+    *("kimi_k25", "nemotron_h_latent", "qwen2_moe", "qwen3_next", "flint", "aria_text"),
 )
 # whose tensors other than those of the text model have other names in memory too
 RENAMED = ("internvl_moe", "kimi_k25")
