@@ -28,10 +28,10 @@ hypothesis.settings.load_profile("without a deadline")
 
 
 # The longest files come first, so that both processes end at the same time. The tests of the first
-# one mostly wait. The last one is the longest of tests/unit.
+# one mostly wait.
 LONG = [
     *("test_ranks.py", "test_optimizer.py", "test_verify.py", "test_family_models.py"),
-    *("test_megatron.py", "test_verify_runs.py", "test_docs.py", "test_families.py"),
+    *("test_megatron.py", "test_verify_runs.py", "test_docs.py", "test_round_trips.py"),
 ]
 
 

@@ -35,13 +35,10 @@ from mckpt.checkpoint.files import open_files
 from mckpt.containers import safe_pickle
 from mckpt.conversion.planning import make_plan
 from mckpt.options import SourceOptions, TargetOptions
-from mckpt.values import adding
 from tests.helpers import adapters, lora, tiny
 from tests.helpers.commands import Pt, edit_json, good, refused, save_pt
 from tests.helpers.commands import mckpt as run
-from tests.helpers.tiny import FIXTURES, TinyModel, unpack
-from tests.unit.test_adapters import made
-from tests.unit.test_dora import adapter_of, expect_merged
+from tests.helpers.tiny import FIXTURES, unpack
 
 QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
 # the case, the layout that its modules need, and the dialect in which Megatron-Bridge has the model
@@ -214,22 +211,6 @@ def test_a_state_of_other_factors_is_refused(trained: Path, tmp_path: Path) -> N
         args=reshard,
         untouched=tmp_path,
     )
-
-
-@pytest.mark.parametrize("format", ["torch_dist", "torch"])
-@pytest.mark.parametrize("layout", ["block", "canonical"])
-def test_factors_that_differ_in_a_linear(layout: str, format: str, tmp_path: Path) -> None:
-    merged = ("adapter", "merge", QWEN3)
-    good(*merged, ADAPTER, tmp_path / "merged")
-    for number, sizes in enumerate(SIZES[:2]):
-        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
-        more = ("--layout", layout, "--format", format, *sizes)
-        good("adapter", "to-megatron", ADAPTER, QWEN3, there, *more)
-        good("adapter", "to-hf", there, back)
-        good(*merged, back, tmp_path / f"merged{number}")
-        good("diff", tmp_path / "merged", tmp_path / f"merged{number}")
-        if layout == "canonical":
-            assert lora.same(back, ADAPTER)
 
 
 def test_a_rank_file_of_the_fused_layout(tmp_path: Path) -> None:
@@ -580,89 +561,6 @@ def test_a_merge_of_adapters_of_megatron_is_found_again(tmp_path: Path) -> None:
     assert file.stat() == before
 
 
-@pytest.mark.parametrize("format", ["torch_dist", "torch"])
-@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "deepseek-v3"])
-def test_bases_and_targets_of_megatron(
-    case: str, format: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    base = tiny_model(case, "bfloat16")
-    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "shared_head"))
-    stored = lora.factors(lora.tensors(base), modules)
-    adapter = lora.save(tmp_path / "adapter", stored)
-    sizes = ("--tp", 2, "--pp", 2, *(("--ep", 2) if "moe" in case else ()))
-    good("adapter", "merge", base, adapter, tmp_path / "hf")
-    good("hf-to-megatron", base, tmp_path / "base", "--format", format, *sizes)
-    there = ("adapter", "merge", base, adapter, tmp_path / "there", "--format", format, *sizes)
-    good(*there)
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same", "--target-tp", 4)
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
-    for other in ("there", "same", "back"):
-        good("diff", tmp_path / "hf", tmp_path / other)
-
-
-@pytest.mark.parametrize("format", ["torch_dist", "torch"])
-def test_rows_of_dora_that_are_cut_in_the_base_or_the_target(
-    format: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few elements at a time, each length comes from several parts of its row."""
-    monkeypatch.setattr(adding, "CHUNK", 400)
-    monkeypatch.setattr(adding, "BLOCK", 20)
-    base = tiny_model("deepseek-v3", "bfloat16")
-    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "shared_head"))
-    stored = adapter_of(base, tmp_path / "adapter", modules)
-    adapter = tmp_path / "adapter"
-    good("adapter", "merge", base, adapter, tmp_path / "hf")
-    expect_merged(base, tmp_path / "hf", stored, modules)
-    sizes = ("--tp", 2, "--pp", 2, "--ep", 2)
-    good("hf-to-megatron", base, tmp_path / "base", "--format", format, *sizes)
-    there = ("hf-to-megatron", base, tmp_path / "there", "--format", format, *sizes)
-    good(*there, "--adapter", adapter, "--merge")
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same", "--target-tp", 4)
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
-    for other in ("there", "same", "back"):
-        expect_close(tmp_path / "hf", tmp_path / other)
-
-
-def expect_close(one: Path, other: Path) -> None:
-    """Fails unless two merges are equal but for the order of the sums in lengths."""
-    left, right = mckpt.open(one), mckpt.open(other)
-    assert set(left) == set(right)
-    for name in left:
-        a, b = (np.asarray(side[name].numpy(), "f8") for side in (left, right))
-        assert (a != b).mean() < 1e-3 and abs(a - b).max() <= 2.0**-7 * abs(a).max(), name
-
-
-@pytest.mark.parametrize("layout", ["fused", "block"])
-@pytest.mark.parametrize("case", ["qwen3", "qwen3_5"])
-def test_dora_there_and_back(case: str, layout: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    base = tiny_model("qwen3", "bfloat16") if case == "qwen3" else made(case, tmp_path / "base")
-    modules = lora.matrices(lora.tensors(base), ("norm", "embed", "lm_head", "visual"))
-    stored = adapter_of(base, tmp_path / "adapter", modules)
-    if layout == "fused":  # one factor A for the weights of a linear
-        first = {len(v[0]): v for v in (stored[k] for k in stored if k.endswith("_A.weight"))}
-        stored |= {k: first[len(v[0])] for k, v in stored.items() if k.endswith("_A.weight")}
-        lora.save(tmp_path / "adapter", stored, use_dora=True)
-    megatron, back = tmp_path / "megatron", tmp_path / "back"
-    to = ("adapter", "to-megatron", tmp_path / "adapter", base, megatron)
-    good(*to, "--layout", layout, "--pp", 2 if case == "qwen3" else 1)
-    assert "peft.dora.DoRA" in (megatron / "release/run_config.yaml").read_text()
-    good(
-        "adapter",
-        "reshard",
-        megatron,
-        tmp_path / "torch",
-        "--target-format",
-        "torch",
-        "--target-pp",
-        1,
-    )
-    good("adapter", "to-hf", tmp_path / "torch", back)
-    for adapter, out in (("adapter", "merged"), ("back", "again")):
-        good("adapter", "merge", base, tmp_path / adapter, tmp_path / out)
-    expect_merged(base, tmp_path / "merged", stored, modules)
-    expect_close(tmp_path / "merged", tmp_path / "again")
-
-
 @pytest.fixture(scope="module")
 def swift(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack("adapters/swift", tmp_path_factory.mktemp("swift")) / "swift"
@@ -796,25 +694,3 @@ def entries(directory: Path) -> dict[str, Any]:
     }
     _load_state_dict(found, FileSystemReader(directory), no_dist=True)
     return {key: found[key].numpy() if key in found else None for key in stored}
-
-
-@pytest.mark.parametrize("layout", ["canonical", "block"])
-def test_an_adapter_of_layers_that_differ(layout: str, tmp_path: Path) -> None:
-    """Llama-Nemotron has mlps of several widths. Some of its layers lack an attention or an mlp."""
-    base = made("llama_nemotron", tmp_path / "base")
-    weights = lora.tensors(base)
-    modules = lora.matrices(weights, ("norm", "embed", "lm_head"))
-    adapter = lora.save(tmp_path / "adapter", lora.factors(weights, modules))
-    sizes = ("--tp", 2, "--pp", 2)
-    made_of = ("adapter", "to-megatron", adapter, base, tmp_path / "a", "--layout", layout)
-    good(*made_of, *sizes, "--format", "torch")
-    good("adapter", "reshard", tmp_path / "a", tmp_path / "b", "--like", base, "--tp", 4)
-    good("adapter", "merge", base, adapter, tmp_path / "merged")
-    for place in ("a", "b"):
-        peft = tmp_path / f"{place}-peft"
-        good("adapter", "to-hf", tmp_path / place, peft, "--like", base)
-        assert lora.tensors(peft).keys() == lora.tensors(adapter).keys()
-        if layout == "canonical":
-            assert lora.same(peft, adapter)
-        good("adapter", "merge", base, peft, tmp_path / f"{place}-merged")
-        good("diff", tmp_path / "merged", tmp_path / f"{place}-merged")

@@ -12,7 +12,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import mckpt
 from mckpt.containers import safe_pickle
@@ -58,17 +57,6 @@ def test_names_are_read_without_wrappers(name: str, tmp_path: Path) -> None:
     for part in name.replace(" and", ",").split(", "):
         assert f"read without {part} (" in notes
     assert not mckpt.diff(plain, source)
-
-
-def test_names_are_written_without_wrappers(tmp_path: Path) -> None:
-    plain = tiny_random("qwen3", tmp_path / "plain")
-    source = renamed(tmp_path / "hf", WRAPPERS["pretrained_model."])
-    said = good("hf-to-megatron", source, tmp_path / "ckpt").err
-    assert "read without pretrained_model. (TRL" in said
-    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "back")
-    back, own = (load_file(path / "model.safetensors") for path in (tmp_path / "back", plain))
-    assert back.keys() == own.keys()
-    assert all(back[key].tobytes() == own[key].tobytes() for key in own)
 
 
 def test_a_wrapper_of_some_names_only_is_left_on_them() -> None:

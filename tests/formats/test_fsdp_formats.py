@@ -57,18 +57,6 @@ def test_weights_and_states_are_those_of_a_run_without_sharding(saved: Path) -> 
     assert (master.astype(weight.dtype) == weight).all()
 
 
-def test_reshard_and_repair_write_torch_dist(saved: Path, tmp_path: Path) -> None:
-    said = good("reshard", saved, tmp_path / "tp2", "--target-tp", 2, "--target-etp", 1).err
-    assert "equals its weight" in said or "master cop" in said
-    good("repair", saved, tmp_path / "repaired")
-    for name in ("tp2", "repaired"):
-        written = Checkpoint.open(tmp_path / name)
-        assert written.format == "torch_dist"
-        difference = mckpt.diff(saved, written)
-        assert not difference and difference.same == 4 * len(written)
-    good("check", tmp_path / "tp2")
-
-
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_the_plan_says_that_a_run_in_fp16_saved_no_loss_scaler(
     scale: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,14 +74,6 @@ def test_megatron_to_hf_writes_the_rounded_weights(saved: Path, tmp_path: Path) 
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "other")]
     assert files[0] == files[1]
     assert not mckpt.diff(saved, tmp_path / "hf")
-
-
-def test_the_optimizer_can_be_left_behind(saved: Path, tmp_path: Path) -> None:
-    good("reshard", saved, tmp_path / "out", "--no-optimizer")
-    assert Checkpoint.open(tmp_path / "out").optimizer is None
-    assert mckpt.diff(saved, tmp_path / "out", no_optimizer=True).same == len(
-        Checkpoint.open(saved)
-    )
 
 
 def test_inspect_and_check_know_the_formats(saved: Path) -> None:

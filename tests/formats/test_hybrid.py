@@ -13,17 +13,9 @@ from mckpt import launching
 from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification import levels, requirements
-from tests.helpers import tiny
 from tests.helpers.commands import as_trained
 from tests.helpers.tiny import TinyModel
 
-CASES = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "deepseek-v3")
-SIZES = {
-    "one rank": Parallel(),
-    "tp 2, pp 2": Parallel(tp=2, pp=2),
-    "pp 2, vpp 2": Parallel(pp=2, vpp=2),
-    "cut after an attention": Parallel(pp=2, layout="Ettt|tttttL"),
-}
 Made = Callable[..., Path]
 
 
@@ -54,34 +46,6 @@ def test_the_pattern_of_a_model(
     assert pattern(made) == expected
     args = mckpt.open(made).args
     assert args is not None and args["num_layers"] == len(expected.split("/")[0])
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("case", CASES)
-def test_gpt_to_hybrid_and_back_is_the_same(
-    case: str, sizes: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    """The weights are equal to the last bit, and so are the args that describe the model. The
-    hybrid checkpoint has the other format of the two.
-    """
-    parallel = SIZES[sizes]
-    form, other = ("torch", "torch_dist") if parallel.tp > 1 else ("torch_dist", "torch")
-    source = tiny_model(case)
-    if parallel.layout and tiny.config(case).get("num_nextn_predict_layers"):
-        parallel = Parallel(pp=2, layout="Ettt|tttttmL")
-    gpt = written(source, tmp_path / "gpt", format=form, parallel=Parallel(tp=2))
-    hybrid = written(gpt, tmp_path / "hybrid", format=other, dialect="hybrid", parallel=parallel)
-    assert mckpt.open(hybrid).mapping.name == "hybrid"
-    assert not mckpt.diff(source, hybrid)
-    back = written(hybrid, tmp_path / "back", format=form, dialect="gpt", parallel=Parallel(tp=2))
-    assert not mckpt.diff(gpt, back)
-    before, after = mckpt.open(gpt), mckpt.open(back)
-    assert before.dims == after.dims and before.names.choices == after.names.choices
-    assert before.args is not None and after.args is not None
-    apart = {k for k in before.args if before.args[k] != after.args.get(k)}
-    assert not apart and after.args["hybrid_layer_pattern"] is None
-    again = written(hybrid, tmp_path / "hf", format="hf")
-    assert not mckpt.diff(source, again)
 
 
 def test_a_checkpoint_of_another_dialect_keeps_its_pipeline(

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mckpt
-from mckpt import mapping
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.options import SourceOptions
 from mckpt.verification.requirements import require_core
-from tests.helpers import legacy_megatron, tiny
+from tests.helpers import legacy_megatron
 from tests.helpers import old_checkpoints as old
 from tests.helpers.lazy import torch
 
@@ -256,21 +254,6 @@ def test_a_reshard_writes_the_names_and_the_order_of_today(
     keys = list(made.opened.keys())
     assert "language_model.encoder.layers.0.self_attention.dense.weight" in keys
     assert equal(hugging_face(tmp_path / "b"), hugging_face(source))
-
-
-@pytest.mark.parametrize("case", ["llama", "qwen2"])
-def test_rotary_models_with_query_groups(case: str, tmp_path: Path) -> None:
-    """As --use-legacy-models trained them: rope, RMSNorm, SwiGLU, query groups."""
-    source = tiny.tiny_random(case, tmp_path / "hf", rope_theta=10000.0, rope_scaling=None)
-    parallel = mckpt.Parallel(tp=2, pp=2)
-    given = {"format": "torch", "dialect": "legacy", "parallel": parallel}
-    mckpt.convert(source, tmp_path / "legacy", **given)
-    assert mckpt.open(tmp_path / "legacy").mapping.name == "legacy"
-    mckpt.convert(tmp_path / "legacy", tmp_path / "back", format="hf")
-    assert not mckpt.diff(source, tmp_path / "back")
-    shutil.rmtree(tmp_path / "legacy" / "hf")
-    dims = mckpt.open(tmp_path / "legacy").dims
-    assert mapping.load("megatron", "gpt").inexact(dims) == {}
 
 
 # --------------------------------------------------------------------------------- bad input

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import yaml
 
-import mckpt
 from mckpt import mapping
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -51,21 +50,10 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return unpack(f"optimizer/{request.param}", tmp_path / request.param)
 
 
-def test_state_of_an_old_release_becomes_portable(saved: Path, tmp_path: Path) -> None:
+def test_the_form_of_an_old_release_is_known(saved: Path) -> None:
     found = Checkpoint.open(saved).optimizer
     assert found is not None and (found.form, found.portable) == (saved.name, False)
-    said = good("repair", saved, tmp_path / "out").err
-    assert "of 25 weights the master copy" in said
-    good("reshard", saved, tmp_path / "tp1", "--target-tp", 1)
-    for other in ("out", "tp1"):
-        difference = mckpt.diff(saved, tmp_path / other)
-        # the gradients were random on every rank, so the ranks' copies of norms differ
-        assert not difference.changed and not difference.missing and not difference.extra
-        assert difference.same == 4 * 25
-    assert mckpt.diff(saved, tmp_path / "out", no_optimizer=True).same == 25
-    portable = Checkpoint.open(tmp_path / "tp1").optimizer
-    assert portable is not None and portable.form == "fully_reshardable"
-    assert portable.groups == found.groups and portable.groups[0][0]["step"] == 1
+    assert found.groups[0][0]["step"] == 1
 
 
 def test_run_config_states_whether_there_is_optimizer_state(saved: Path, tmp_path: Path) -> None:
@@ -103,21 +91,6 @@ def test_a_master_copy_that_is_not_its_weight_is_named(saved: Path, tmp_path: Pa
     text = refused(3, "layers.0.mlp.down.weight", "1 of ", "--no-optimizer", args=args)
     assert "layers.1" not in text and not (tmp_path / "out").exists()
     good(*args, "--no-optimizer")
-
-
-def test_torch_files_hold_the_same_state(saved: Path, tmp_path: Path) -> None:
-    source = Checkpoint.open(saved)
-    assert source.optimizer is not None
-    for sizes in ({"tp": 1}, {"tp": 2, "pp": 2}):
-        options = [x for name, size in sizes.items() for x in (f"--target-{name}", size)]
-        good("reshard", saved, tmp_path / "out", "--target-format", "torch", *options)
-        found = Checkpoint.open(tmp_path / "out").optimizer
-        assert found is not None
-        assert (found.form, found.groups) == ("distrib_optim.pt", source.optimizer.groups)
-        difference = mckpt.diff(saved, tmp_path / "out")
-        assert not difference.changed and not difference.missing and not difference.extra
-        assert difference.same == 4 * 25
-        shutil.rmtree(tmp_path / "out")
 
 
 @pytest.mark.parametrize("saved", FORMS[:1], indirect=True)

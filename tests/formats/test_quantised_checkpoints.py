@@ -103,51 +103,6 @@ def checkpoint(request, tmp_path_factory):
     return root
 
 
-TARGETS: dict[str, tuple[Any, ...]] = {
-    "torch tp1": ("--format", "torch"),
-    "torch tp2": ("--format", "torch", "--tp", 2, "--transformer-impl", "local"),
-    "torch_dist": (),
-    "torch_dist tp2 pp2": ("--tp", 2, "--pp", 2),
-}
-
-
-@pytest.mark.parametrize("case", TARGETS)
-def test_a_quantised_checkpoint_converts_like_its_values(checkpoint, tmp_path, case):
-    """The output equals that of the same values in bfloat16 byte for byte. Converted back to
-    Hugging Face, the checkpoint is no longer quantised.
-    """
-    fp8, plain, a, b = checkpoint / "fp8", checkpoint / "plain", tmp_path / "a", tmp_path / "b"
-    said = good("hf-to-megatron", fp8, a, *TARGETS[case], "--dry-run").out
-    assert "cast float8_e4m3fn -> bfloat16" in said and "dequantised" in said and "16 x 32" in said
-    for source, to in ((fp8, a), (plain, b)):
-        good("hf-to-megatron", source, to, *TARGETS[case], "--max-memory", "1MiB")
-    left, right = (
-        {str(p.relative_to(r)): p.read_bytes() for p in r.rglob("*") if p.is_file()} for r in (a, b)
-    )
-    apart = {name for name in left if left[name] != right.get(name)}
-    assert apart == {"release/mckpt.json", "hf/config.json"} and left.keys() == right.keys()
-    assert (
-        mckpt("diff", fp8, a).code
-        == mckpt("diff", fp8, plain).code
-        == mckpt("diff", plain, fp8).code
-        == 0
-    )
-    good("megatron-to-hf", a, tmp_path / "back")
-    assert mckpt("diff", tmp_path / "back", plain).code == 0
-    config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config == json.loads((plain / "config.json").read_text())
-    good("megatron-to-hf", b, tmp_path / "like", "--like", fp8)
-    assert "quantization_config" not in json.loads((tmp_path / "like" / "config.json").read_text())
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_a_quantised_checkpoint_is_cast_to_another_dtype(checkpoint, tmp_path, dtype):
-    """The values are dequantised to bfloat16 first, and then cast."""
-    good("hf-to-megatron", checkpoint / "fp8", tmp_path / "a", "--dtype", dtype)
-    good("hf-to-megatron", checkpoint / "plain", tmp_path / "b", "--dtype", dtype)
-    assert mckpt("diff", tmp_path / "a", tmp_path / "b").code == 0
-
-
 def test_blocks_may_be_larger_than_any_weight(tmp_path):
     """Each weight has one scale, and a huge block in config.json costs no memory."""
     values = tiny_quantised("qwen3", tmp_path / "fp8", (10**4, 10**4))
@@ -167,15 +122,6 @@ def test_a_slice_of_a_quantised_tensor_is_dequantised(checkpoint):
     read, expected = (ckpt[name][17:50, 3:40].numpy() for ckpt in (fp8, plain))
     assert (read.dtype, read.tobytes()) == (expected.dtype, expected.tobytes())
     assert fp8[name][17].torch().equal(plain[name][17].torch())
-
-
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_scales_may_have_16_bits(tmp_path, kind):
-    """Published Qwen3 checkpoints have such scales."""
-    values = tiny_quantised("qwen3", tmp_path / "fp8", scale_dtype=kind)
-    tiny.write_weights(tiny.tiny_random("qwen3", tmp_path / "plain"), values)
-    good("hf-to-megatron", tmp_path / "fp8", tmp_path / "a")
-    assert mckpt("diff", tmp_path / "a", tmp_path / "plain").code == 0
 
 
 # ---- bad checkpoints
@@ -329,17 +275,3 @@ def test_the_error_names_a_value_beyond_float16(one, tmp_path):
         and value == f"{float((code * np.float32(1e4)).astype(BF16)[0]):g}"
     )
     good(*args, "--allow-overflow")
-
-
-def test_a_copy_in_hugging_face_format_is_not_quantised(checkpoint, tmp_path):
-    """Hugging Face to Hugging Face gives the bfloat16 values and a config without quantisation."""
-    package.plan(checkpoint / "fp8", tmp_path / "copy", format="hf").run()
-    assert not package.diff(checkpoint / "plain", tmp_path / "copy")
-    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == json.loads(
-        (checkpoint / "plain" / "config.json").read_text()
-    )
-    refused(
-        2,
-        "none of its tensors is quantised",
-        args=("megatron-to-hf", tmp_path / "copy", tmp_path / "again"),
-    )

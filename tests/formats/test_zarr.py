@@ -112,21 +112,6 @@ def test_chunks_at_the_end_of_an_array_are_as_large_as_others(
     assert not difference and difference.same == 4 * 21
 
 
-def test_old_checkpoints_become_portable(llama: Path, tmp_path: Path) -> None:
-    said = good("repair", llama, tmp_path / "repaired").err
-    assert "of 21 weights the master copy" in said
-    good("reshard", llama, tmp_path / "tp1", "--target-format", "torch", "--target-tp", 1)
-    good("megatron-to-hf", llama, tmp_path / "hf")
-    for other in ("repaired", "tp1"):
-        assert mckpt.diff(llama, tmp_path / other).same == 4 * 21
-    assert mckpt.diff(llama, tmp_path / "hf", no_optimizer=True).same == 21
-    good("reshard", llama, tmp_path / "default", "--target-tp", 1)
-    assert Checkpoint.open(tmp_path / "default").format == "torch_dist"
-    portable = Checkpoint.open(tmp_path / "repaired")
-    assert portable.format == "torch_dist" and portable.optimizer is not None
-    assert portable.optimizer.form == "fully_reshardable"
-
-
 def test_inspect_and_check_know_the_format(llama: Path) -> None:
     said = good("inspect", llama).out
     assert "format: zarr" in said and "bfloat16 [2, 16, 16] in 4 chunks" not in said.split(PROJ)[0]

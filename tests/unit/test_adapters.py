@@ -92,27 +92,6 @@ def test_every_matrix_of_a_family(case: str, tmp_path: Path) -> None:
     expect_merged(base, tmp_path / "merged", stored, dict.fromkeys(modules, 2.0))
 
 
-@pytest.mark.parametrize("format", ["torch_dist", "torch"])
-@pytest.mark.parametrize("ends", [("q_proj", "v_proj"), ("up_proj",), ("k_proj",), ("lm_head",)])
-def test_parts_of_fused_weights_that_have_no_adapter_are_kept(
-    ends: tuple[str, ...], format: str, tmp_path: Path
-) -> None:
-    """The commonest LoRA adapts q and v alone, whose rows lie between those of k."""
-    weights = lora.tensors(QWEN3)
-    modules = [m for m in lora.matrices(weights, ("norm", "embed")) if m.endswith(ends)]
-    assert modules
-    adapter = lora.save(tmp_path / "adapter", lora.factors(weights, modules))
-    good("adapter", "merge", QWEN3, adapter, tmp_path / "hf")
-    good("hf-to-megatron", QWEN3, tmp_path / "base", "--format", format, "--tp", 2, "--pp", 2)
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "back", "--format", "hf")
-    good("adapter", "merge", tmp_path / "base", adapter, tmp_path / "same")
-    for other in ("back", "same"):
-        good("diff", tmp_path / "hf", tmp_path / other)
-    read, wanted = mckpt.open(tmp_path / "base", adapter=adapter), mckpt.open(tmp_path / "hf")
-    for name in wanted:
-        assert np.array_equal(read[name].numpy(), wanted[name].numpy()), name
-
-
 def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
     modules = [m for m in lora.matrices(weights) if "layers.1." in m]
@@ -474,25 +453,6 @@ def test_a_pattern_names_the_modules_that_have_an_adapter(layout: str, tmp_path:
     written = next((tmp_path / "d").rglob("run_config.yaml")).read_text()
     targets = ["*decoder.layers.*.mlp.experts.linear_fc2"]
     assert yaml.safe_load(written)["peft"]["target_modules"] == targets
-
-
-@pytest.mark.parametrize("format", ["torch_dist", "torch"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_output_layer_with_padded_rows(format: str, tp: int, tmp_path: Path) -> None:
-    base = made("qwen2_moe", tmp_path / "base")
-    weights = lora.tensors(base)
-    assert len(weights["lm_head.weight"]) % 128
-    lora.save(tmp_path / "a", lora.factors(weights, ["lm_head"]))
-    options = ("--format", format, "--tp", tp)
-    good("hf-to-megatron", base, tmp_path / "base in megatron", "--tp", 2)
-    for number, described in enumerate(("base", "base in megatron")):
-        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
-        made_of = ("adapter", "to-megatron", tmp_path / "a", tmp_path / described, there, *options)
-        assert f"{tmp_path / 'a'} " in good(*made_of).err
-        good("adapter", "to-hf", there, back)
-        before, after = lora.tensors(tmp_path / "a"), lora.tensors(back)
-        assert before.keys() == after.keys()
-        assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
 def test_wrong_names_and_ranks_are_named(tmp_path: Path) -> None:

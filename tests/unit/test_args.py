@@ -327,19 +327,6 @@ def test_a_setting_wins_over_the_args(tiny_model: TinyModel, tmp_path: Path) -> 
     )
 
 
-def test_an_empty_first_stage_reads_back(tiny_model: TinyModel, tmp_path: Path) -> None:
-    for case, impl in (("llama", "local"), ("qwen3-moe", "local")):
-        out = tmp_path / case
-        mckpt.plan(
-            tiny_model(case),
-            out,
-            format="torch",
-            parallel=Parallel(pp=3, layout="E|tt|ttL"),
-            transformer_impl=impl,
-        ).run()
-        assert not mckpt.diff(tiny_model(case), out)
-
-
 def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_path: Path) -> None:
     mckpt.plan(tiny_model("llama"), tmp_path / "run", target_iteration=500).run()
     (tmp_path / "run" / "iter_0000500").rename(tmp_path / "best")

@@ -90,20 +90,6 @@ def test_rows_in_python(tmp_path: Path) -> None:
     assert lora.apart(got, np.zeros_like(got), want) <= ROUNDED_ONCE
 
 
-def test_magnitudes_of_whole_rows_at_tp(tmp_path: Path) -> None:
-    """torch_dist has those of linear_fc1 rank by rank, each with gate and up."""
-    adapter, out = tmp_path / "adapter", tmp_path / "out"
-    layers = range(4)
-    modules = [f"model.layers.{i}.mlp.{name}_proj" for i in layers for name in ("up", "gate")]
-    stored = adapter_of(QWEN3, adapter, modules)
-    more = ("--layout", "block", "--tp", 2)
-    good("adapter", "to-megatron", adapter, QWEN3, out, *more)
-    good("adapter", "reshard", out, tmp_path / "one", "--tp", 1)
-    for place in (out, tmp_path / "one"):
-        good("adapter", "merge", QWEN3, place, tmp_path / "merged", "--format", "hf", "--overwrite")
-        expect_merged(QWEN3, tmp_path / "merged", stored, modules)
-
-
 def test_a_row_of_zeros_has_no_length(tmp_path: Path) -> None:
     up = "model.layers.0.mlp.up_proj"
     weights = lora.tensors(QWEN3)
