@@ -557,7 +557,7 @@ def published(root: Path, form: str) -> Path:
         held, values = gpt_oss()
         write(root / "plain", GPT_OSS, values)
         return write(root / "quantised", GPT_OSS, held, MXFP4)
-    made(form, root)
+    made(next(case for case in FORMS if case.replace(" ", "_") == form), root)
     return root / "quantised"
 
 

@@ -136,7 +136,7 @@ SOURCES: dict[str, Callable[..., Path]] = {
     "wrapped": lambda out, name: test_foreign.renamed(out, test_foreign.WRAPPERS[name]),
     # a model in a .bin file, whose tensors are views of their storages
     "pickled": lambda out, view: test_bad_input.write_qwen3(out, view),
-    "quantised": lambda out, form: test_quantised_forms.published(out, form.replace("_", " ")),
+    "quantised": test_quantised_forms.published,
     "tower": test_towers.write,
     # a checkpoint that Megatron saved, with the state of its optimizer
     "sample": lambda out, name, inside=".": tiny.unpack(name, out) / inside,
