@@ -8,6 +8,7 @@ tensors of the larger model are carried unchanged because Megatron's model does 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -92,7 +93,7 @@ class NameForm(NamedTuple):
 
     def carries(self, key: str) -> bool:
         """Returns whether the tensor with this stored key is carried unchanged."""
-        return any(_compiled(name).fullmatch(key) for name in self.carried)
+        return any(_matches(name, key) for name in self.carried)
 
     def is_of(self, keys: Iterable[str]) -> bool:
         """Returns whether the carried tensors of a model in this form can have these keys."""
@@ -102,7 +103,7 @@ class NameForm(NamedTuple):
     def unmatched(self, keys: Iterable[str]) -> list[str]:
         """Returns the patterns that match none of the keys."""
         known = list(keys)
-        return [p for p in self.carried if not any(map(_compiled(p).fullmatch, known))]
+        return [p for p in self.carried if not any(_matches(p, key) for key in known)]
 
 
 def is_part(forms: Mapping[str, NameForm]) -> bool:
@@ -112,6 +113,13 @@ def is_part(forms: Mapping[str, NameForm]) -> bool:
     return any(form.carried for form in forms.values())
 
 
+def _matches(name: str, key: str) -> bool:
+    """Returns whether a key is one of a pattern. Most keys are not, and have another start."""
+    start, _, _ = name.partition("*")
+    return key.startswith(start) and _compiled(name).fullmatch(key)
+
+
+@functools.cache
 def _compiled(name: str) -> Pattern:
     return pattern(".*".join(map(re.escape, name.split("*"))))
 
