@@ -51,6 +51,9 @@ _IMAGES = tuple(
 )
 _CARD = ".md"
 _CARD_BYTES = 1 << 22  # of a card that are searched for names of images
+# Files with the endings of weights that describe no tensor of the model: the voices of
+# Qwen2.5-Omni, and the layers behind the model of sentence-transformers
+_KEPT_WEIGHTS = ("spk_dict.pt", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin")
 # The files that a Hugging Face model directory has beside config.json and weights, as patterns
 # that match letters of either case. No other file is copied or uploaded (docs/side-files.md).
 SIDE_FILES = (
@@ -61,6 +64,7 @@ SIDE_FILES = (
     *_IMAGES,
     *("modules.json", "config_sentence_transformers.json", "sentence_*_config.json"),
     *("[0-9]_*/config.json", MAPPING),
+    *_KEPT_WEIGHTS,
 )
 
 
@@ -123,7 +127,8 @@ def side_files(root: Path) -> FilesBeside:
         links = [d for d in inner if os.path.islink(os.path.join(folder, d))]
         for name in sorted([*names, *links]):
             relative = (here / name).as_posix()
-            if name.startswith(".") or name.endswith(WEIGHTS) or relative in (CONFIG, MANIFEST):
+            of_model = name.endswith(WEIGHTS) and not is_side_file(relative, _KEPT_WEIGHTS)
+            if name.startswith(".") or of_model or relative in (CONFIG, MANIFEST):
                 continue
             kept = (
                 name not in links

@@ -133,7 +133,8 @@ class MappingFile(Struct, frozen=True):
     drop: dict[str, str]  # a family's: stored keys of weights that are not converted -> reason
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
-    inside: str = ""  # the key of config.json under which the text model's keys are
+    # the paths in config.json at which the text model's keys may be
+    inside: tuple[str, ...] = ()
     # by name, of a model that contains a text model; the first one is the one to write
     forms: Mapping[str, NameForm] = {}
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states

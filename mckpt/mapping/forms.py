@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
@@ -124,49 +124,65 @@ def _compiled(name: str) -> Pattern:
     return pattern(".*".join(map(re.escape, name.split("*"))))
 
 
-def view(config: Mapping[str, Any], inside: str) -> dict[str, Any]:
+def view(config: Mapping[str, Any], inside: Sequence[str]) -> dict[str, Any]:
     """Returns the part of a config.json that describes the text model, as a family reads it. The
     keys of the whole config.json follow with `/` before them.
 
-    inside: the key of the part. If the config does not have it, the whole config.json describes the
-    text model. Raises MappingError if the part is not an object.
+    inside: the paths at which the part may be. If the config has none of them, the whole
+    config.json describes the text model. Raises MappingError if the part is not an object.
     """
     if not inside:
         return dict(config)
     return {**part(config, inside), **{OUTER + key: value for key, value in config.items()}}
 
 
-def part(config: Mapping[str, Any], inside: str) -> Mapping[str, Any]:
-    """Returns the object of a config.json that has the text model's keys: config[inside], or the
-    config itself if it has no such key.
+def part(config: Mapping[str, Any], inside: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the object of a config.json that has the text model's keys: that of the first path of
+    `inside` that the config has, or the config itself if it has none.
     """
-    found = config.get(inside) if inside else None
-    if found is None:
-        return config
-    if not isinstance(found, Mapping):
-        raise MappingError(f"config.json: {inside} is {found!r}, and must be an object")
-    return found
+    return parts(config, inside)[-1]
 
 
-def typed(config: Mapping[str, Any], inside: str, dtype: str) -> dict[str, Any]:
+def parts(config: Mapping[str, Any], inside: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Returns a config.json, and the objects in it on the way to the one that has the text model's
+    keys, which is the last. Raises MappingError if one of them is not an object.
+    """
+    for path in inside:
+        found = [config]
+        steps = path.split(".")
+        for number, step in enumerate(steps, 1):
+            inner = found[-1].get(step)
+            if inner is None:
+                break
+            if not isinstance(inner, Mapping):
+                where = ".".join(steps[:number])
+                raise MappingError(f"config.json: {where} is {inner!r}, and must be an object")
+            found.append(inner)
+        else:
+            return found
+    return [config]
+
+
+def typed(config: Mapping[str, Any], inside: Sequence[str], dtype: str) -> dict[str, Any]:
     """Returns a copy of a config.json in which the text model has this dtype, if it has any."""
     out: Any = copy.deepcopy(dict(config))
-    inner: Any = part(out, inside)
-    for place in (out, inner):
+    places: Any = parts(out, inside)
+    for place in places:
         key = "dtype" if "dtype" in place else "torch_dtype"
         if place.get(key) is not None:
             place[key] = dtype
     return dict(out)
 
 
-def whole(keys: Mapping[str, Any], inside: str) -> dict[str, Any]:
-    """Returns the config.json that has the text model's keys under `inside`; the inverse of
-    `view`.
+def whole(keys: Mapping[str, Any], inside: Sequence[str]) -> dict[str, Any]:
+    """Returns the config.json that has the text model's keys at the first path of `inside`; the
+    inverse of `view`.
     """
     if not inside:
         return dict(keys)
-    outer = {k.removeprefix(OUTER): v for k, v in keys.items() if k.startswith(OUTER)}
-    return {**outer, inside: {k: v for k, v in keys.items() if not k.startswith(OUTER)}}
+    out = {k.removeprefix(OUTER): v for k, v in keys.items() if k.startswith(OUTER)}
+    put(out, inside[0], {k: v for k, v in keys.items() if not k.startswith(OUTER)})
+    return out
 
 
 def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, NameForm]]:

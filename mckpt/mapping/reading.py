@@ -67,7 +67,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "groups": Node,
     "blocks": Node,
     "objects": Node,
-    "config": str,
+    "config": (str, list),
     "forms": Node,
     "notes": list,
     "placeholders": list,
@@ -472,7 +472,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         drop=dict(root.get("drop") or {}),
         rules=tuple(read_rules(root, "tensors", expression, problems)),
         objects=tuple(read_rules(root, "objects", expression, problems)),
-        inside=root.get("config") or "",
+        inside=_listed(root.get("config")),
         forms=dict(read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
@@ -488,6 +488,13 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         # a block is read for tensors and for objects
         raise MappingError.of(f"{path}: has mistakes:", list(dict.fromkeys(problems)))
     return found
+
+
+def _listed(value: str | list[Any] | None) -> tuple[str, ...]:
+    """Returns the texts of a key that has one of them or a list, which may contain lists."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(text for one in value or () for text in _listed(one))
 
 
 def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, Dim]:

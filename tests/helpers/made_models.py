@@ -71,6 +71,7 @@ def config(case: str) -> dict[str, Any]:
 
 def text(c: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of a config.json that describes the text model."""
+    c = c.get("thinker_config") or c
     found: dict[str, Any] = c.get("text_config") or c.get("llm_config") or c
     return found
 

@@ -84,20 +84,35 @@ def _yarn(c: Config, found: Config) -> Config:
 
 
 def _text_config(c: Config, found: Config) -> Config:
-    text: Config = dict(c["llm_config"])
+    text: Config = dict(c.get("llm_config") or c["text_config"])
+    text.pop("model_type", None)
     return text
 
 
-def _beside_vision(c: Config, tensors: Config) -> Config:
-    import torch
+def _text_of(start: str, *beside: str) -> Names:
+    """Returns the names of a text model, whose keys begin with `start`, and of a tower's tensors."""
 
-    vision = {name: torch.ones(3) for name in ("vision_model.embeddings.class", "mlp1.0.weight")}
-    return vision | {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    def saved(c: Config, tensors: Config) -> Config:
+        import torch
+
+        tower = {name: torch.ones(3) for name in beside}
+        return tower | {start + name: tensor for name, tensor in tensors.items()}
+
+    def read(c: Config, tensors: Config) -> Config:
+        text = {k: v for k, v in tensors.items() if k.startswith(start) and k not in beside}
+        return {k.removeprefix(start): v for k, v in text.items()}
+
+    return Names(config=_text_config, saved=saved, read=read)
 
 
-def _language_model(c: Config, tensors: Config) -> Config:
-    start = "language_model."
-    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+def _without_thinker(c: Config, found: Config) -> Config:
+    thinker = found.pop("thinker_config")
+    return {
+        "audio_config": thinker["audio_config"] | {"model_type": "qwen3_asr_encoder"},
+        "text_config": thinker["text_config"] | {"model_type": "qwen3"},
+        "tie_word_embeddings": thinker["text_config"]["tie_word_embeddings"],
+        "audio_token_id": thinker["audio_token_id"],
+    }
 
 
 def _widths(c: Config) -> list[int]:
@@ -256,17 +271,43 @@ _ARCHITECTURES = {
     ),
     "MiMoV2FlashForCausalLM": Names(saved=_with_multi_token),
     "InternLM3ForCausalLM": Names({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
-    "InternVLChatModel": Names(config=_text_config, saved=_beside_vision, read=_language_model),
+    "InternVLChatModel": _text_of(
+        "language_model.", "vision_model.embeddings.class", "mlp1.0.weight"
+    ),
+    "KimiVLForConditionalGeneration": _text_of(
+        "language_model.", "vision_tower.patch_embed.pos_emb", "multi_modal_projector.norm"
+    ),
+    "Ovis2_5": _text_of("llm.", "visual_tokenizer.head.1.weight", "vte.weight"),
+    "LLaVAOneVision1_5_ForConditionalGeneration": _text_of("", "visual.class_embedding"),
     "DeciLMForCausalLM": Names(config=_widest, saved=_cut, read=_filled),
     "BaiChuanForCausalLM": Names(fused="self_attn.W_pack"),
     "BaichuanForCausalLM": Names(fused="self_attn.W_pack", saved=_normed_head, read=_normed_head),
 }
+# of the package qwen_asr, where the class of transformers has the same name
+_THINKER = Names(
+    parts={
+        "model.multi_modal_projector.linear_1": "thinker.audio_tower.proj1",
+        "model.multi_modal_projector.linear_2": "thinker.audio_tower.proj2",
+        "model.audio_tower": "thinker.audio_tower",
+        "model.language_model": "thinker.model",
+        "lm_head": "thinker.lm_head",
+    },
+    config=_without_thinker,
+)
 _QKV = re.compile(r"self_attn\.[qkv]_proj\.")
+
+
+def _names(c: Config) -> Names | None:
+    """Returns how the published files of a config differ from its class; None if they do not."""
+    name = c["architectures"][0]
+    if name == "Qwen3ASRForConditionalGeneration" and "thinker_config" in c:
+        return _THINKER
+    return _ARCHITECTURES.get(name)
 
 
 def config(c: Config) -> Config:
     """Returns the config of the class that stands for the architecture of `c`; `c` without one."""
-    names = _ARCHITECTURES.get(c["architectures"][0])
+    names = _names(c)
     if not names:
         return c
     found = {names.keys.get(key, key): value for key, value in c.items() if key != "model_type"}
@@ -275,7 +316,7 @@ def config(c: Config) -> Config:
 
 def as_published(c: Config, tensors: Tensors) -> Config:
     """Returns the tensors of the class that stands for an architecture, with published names."""
-    names = _ARCHITECTURES.get(c["architectures"][0])
+    names = _names(c)
     if not names:
         return dict(tensors)
     import torch
@@ -298,7 +339,7 @@ def for_transformers(directory: Path, out: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     c = json.loads((directory / "config.json").read_text())
-    if c["architectures"][0] not in _ARCHITECTURES:
+    if _names(c) is None:
         return directory
     tensors: Config = {}
     for path in sorted(directory.glob("*.safetensors")):
@@ -310,7 +351,9 @@ def for_transformers(directory: Path, out: Path) -> Path:
 
 
 def _of_class(c: Config, tensors: Tensors) -> Config:
-    names, of_class = _ARCHITECTURES[c["architectures"][0]], config(c)
+    names, of_class = _names(c), config(c)
+    assert names
+    of_class = of_class.get("text_config") or of_class
     heads = of_class["num_attention_heads"]
     head = of_class.get("head_dim") or of_class["hidden_size"] // heads
     sizes = [n * head for n in (heads, *[of_class.get("num_key_value_heads", heads)] * 2)]

@@ -58,7 +58,10 @@ STANDS_FOR = {
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "InternVLChatModel": "Qwen3ForCausalLM",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "LLaVAOneVision1_5_ForConditionalGeneration": "Qwen3ForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "Ovis2_5": "Qwen3ForCausalLM",
     "QWenLMHeadModel": "Qwen2ForCausalLM",
     "SarvamMLAForCausalLM": "DeepseekV3ForCausalLM",
     "SarvamMoEForCausalLM": "Glm4MoeForCausalLM",
@@ -396,12 +399,16 @@ def load(directory: Path, dtype: str = "float32") -> Any:
     unexpected or of another shape.
     """
     import torch
+    from transformers import PreTrainedModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     kind = class_of(json.loads((directory / "config.json").read_text()))
     with tempfile.TemporaryDirectory() as temporary:
-        model, info = kind.from_pretrained(
+        from_pretrained = kind.from_pretrained
+        if issubclass(kind, PreTrainedModel):  # some classes also load what is not a weight
+            from_pretrained = functools.partial(PreTrainedModel.from_pretrained.__func__, kind)
+        model, info = from_pretrained(
             renamed.for_transformers(directory, Path(temporary) / "renamed"),
             dtype=getattr(torch, dtype),
             attn_implementation="eager",
@@ -419,6 +426,8 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Returns fp32 logits [batch, seq, vocab] of tokens [batch, seq]."""
     import torch
 
+    if type(model).forward is torch.nn.Module.forward:
+        model = model.thinker  # of a model that has further ones, which speak
     with torch.no_grad():
         found = model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False)
     # a model with a second head has other names
