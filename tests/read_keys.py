@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mckpt import mapping
-from mckpt.mapping.heads import decoder_of
+from mckpt.mapping.heads import language_models
 from mckpt.mapping.inert import KEY
 from mckpt.mapping.nodes import FOLDER
 
@@ -74,7 +74,7 @@ def table() -> str:
     models = dict[str, tuple[set[str], list[str], set[str]]]()
     for path in sorted(root.glob("models/*/modeling_*.py")):
         classes = re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
-        known = [c for c in classes if c in listed or decoder_of(c) in listed]
+        known = [c for c in classes if not listed.isdisjoint((c, *language_models(c)))]
         if not listed.isdisjoint(known):
             assert path.parent.name not in models
             files = sources(root, path.parent)

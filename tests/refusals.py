@@ -468,12 +468,12 @@ rows("config.json", "qwen3", TO_MEGATRON, {
     "unknown architecture":
         (config(architectures=["FooForCausalLM"]), "FooForCausalLM", "--mapping"),
     "a head without a family":
-        (config(architectures=["GPTNeoXForSequenceClassification"]), "save the whole",
-         "GPTNeoXForSequenceClassification has the decoder of family gpt_neox"),
+        (config(architectures=["MegatronBertForSequenceClassification"]), "Save the whole",
+         "has the decoder of family megatron_bert", "has further tensors (cls.predictions"),
     "another head without a family":
         (config(architectures=["CohereForSequenceClassification"]),
          "can hold CohereForSequenceClassification: "),
-    "an encoder": (config(architectures=["BertModel"]), "no family has the architecture BertModel"),
+    "an encoder": (config(architectures=["BertModel"]), "can hold BertModel: Megatron-Core has"),
     "a model without layers in Megatron":
         (config(architectures=["RwkvForCausalLM"]),
          "can hold RwkvForCausalLM: Megatron-Core has no RWKV"),

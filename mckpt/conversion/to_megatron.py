@@ -49,6 +49,7 @@ from mckpt.formats.hf_config import (
     has_tokenizer,
     left_out,
     read_config,
+    refuse_half_processor,
     side_files,
 )
 from mckpt.formats.megatron import megatron_args, run_config
@@ -585,7 +586,10 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     root = _side_root(source)
     if root is None:
         return {}
-    side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *side_files(root).kept]}
+    kept_files = side_files(root).kept
+    if carried.of(source.layout):
+        refuse_half_processor(kept_files, root)
+    side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *kept_files]}
     config, family = read_config(root), source.model.family
     wrong = [*source.model.overruled]
     if source.files.options.no_mtp:

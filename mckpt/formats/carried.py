@@ -9,6 +9,8 @@ is copied once, and comparisons compare it.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
 # dtypes that the elements of quantised weights have, in any form
 ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "int32")
 _PREFIX = "carried."  # of the logical names
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a member of a list of modules
 
 
 def is_weights(path: Path) -> bool:
@@ -61,6 +64,38 @@ def of(layout: Layout) -> list[Stored]:
 def shapes(stored: Iterable[Stored]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the carried tensors among `stored`, by logical name."""
     return {p.tensor: p.box.shape for s in stored if s.carried for p in s.pieces}
+
+
+def gaps(keys: Iterable[str]) -> list[str]:
+    """Returns a sentence for each part of a tower that misses tensors: a member of a list of equal
+    modules, such as `visual.blocks.{number}.`, or a tensor that all members of the list but one
+    have. The first and the last one may differ from the others.
+
+    The modules of a list without parameters leave gaps too, so lists whose members have fewer than
+    four tensors are not judged.
+    """
+    lists: dict[str, dict[int, set[str]]] = {}
+    for key in keys:
+        for number in _NUMBER.finditer(key):
+            start, end = key[: number.start()], key[number.end() :]
+            if end.count(".") > 1:
+                lists.setdefault(start, {}).setdefault(int(number[0]), set()).add(end)
+    out = []
+    for start, members in sorted(lists.items()):
+        kinds = Counter(frozenset(names) for names in members.values())
+        usual, times = kinds.most_common(1)[0]
+        if len(usual) < 4 or times < 2 or times < len(members) - 1:
+            continue
+        lacking = sorted(set(range(max(members))) - members.keys())
+        out += [
+            f"{start}{number}.* is missing; {start}{{number}}. has {len(usual)} tensors"
+            for number in lacking
+        ]
+        for number, names in sorted(members.items()):
+            if names < usual and 0 < number < max(members):
+                lost = ", ".join(f"{start}{number}{name}" for name in sorted(usual - names))
+                out.append(f"{lost} is missing; all others of {start}{{number}}. have it")
+    return out
 
 
 def stored(entries: Entries, keys: Iterable[str], problems: Problems) -> list[Stored]:

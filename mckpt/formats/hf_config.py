@@ -33,6 +33,7 @@ WEIGHTS = (
 # an adapter, such as a LoRA, that lies beside whole weights: its description, and its own weights
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 FAST_TOKENIZER = "tokenizer.json"
+_PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = (
     *(FAST_TOKENIZER, "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json"),
@@ -141,6 +142,24 @@ def side_files(root: Path) -> FilesBeside:
                 kept = relative in cards[0]
             out[not kept].append(relative)
     return out
+
+
+def refuse_half_processor(names: Iterable[str], root: Path) -> None:
+    """Raises SourceError if a directory has the processor of images or sound, and not the file with
+    its sizes. Processors of transformers 5 have both in one file.
+
+    names: those of its files.
+    """
+    known = set(names)
+    if _PROCESSOR not in known or PREPROCESSOR in known:
+        return
+    processor = parse_config(root / _PROCESSOR)
+    if not any(isinstance(part, dict) for part in processor.values()):
+        raise SourceError(
+            f"{root / PREPROCESSOR}: is missing, and {_PROCESSOR} has no sizes of images or sound,"
+            " so no loader can build the processor of the model: copy it from the model's original"
+            f" directory, or remove {_PROCESSOR}"
+        )
 
 
 def _cards(root: Path) -> str:

@@ -19,6 +19,7 @@ from mckpt.geometry.box import ZEROS, Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
+from mckpt.mapping.forms import OUTER
 from mckpt.mapping.schema import plain
 from mckpt.values import dtypes
 
@@ -181,11 +182,22 @@ class Matching:
                         f"{key} holds the elements of a quantised weight, and tensors that are"
                         " carried unchanged cannot be quantised: dequantise the model first"
                     )
-        for pattern in self.family.form(self.scope).unmatched(keys):
+        form = self.family.form(self.scope)
+        for pattern in form.unmatched(keys):
             self.problems.missing(
                 f"{pattern}: no tensor has such a name, and {self.family.path.name} lists it as a"
                 " part of the model"
             )
+        for text in carried.gaps(keys):
+            self.problems.missing(text)
+        for names in self.family.needs:
+            if all(self.family.lookup(self.config, name) is None for name in names):
+                which = " or ".join(name.removeprefix(OUTER) for name in names)
+                self.problems.missing(
+                    f"config.json has no {which}, and no loader can build the parts of the model"
+                    f" with the tensors {', '.join(form.carried)} without it: copy the config.json"
+                    " of the whole model"
+                )
 
     def _ignored(self, left: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the tensors that are ignored, with the reason for each, and those of them that

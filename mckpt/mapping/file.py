@@ -139,6 +139,8 @@ class MappingFile(Struct, frozen=True):
     forms: Mapping[str, NameForm] = {}
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
+    # config keys that describe the carried tensors; of several in one item, a config has one
+    needs: tuple[tuple[str, ...], ...] = ()
     specs: tuple[str, ...] = ()  # of a dialect: names in run_config.yaml that only it has
     nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
     # of a family: parts of the names of published files, and what transformers 5 has in their place

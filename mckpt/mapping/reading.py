@@ -15,7 +15,7 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Condition, Dim, MappingFile
 from mckpt.mapping.forms import read_forms
-from mckpt.mapping.heads import decoder_of
+from mckpt.mapping.heads import language_models
 from mckpt.mapping.inert import inert_keys
 from mckpt.mapping.nodes import FOLDER, Node, digest_of, merge, parse, plain
 from mckpt.mapping.nodes import load as load_yaml
@@ -71,6 +71,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "forms": Node,
     "notes": list,
     "placeholders": list,
+    "needs": list,
     "nested": list,
     "memory": Node,
     "verify": Node,
@@ -190,7 +191,7 @@ def family_with(architecture: str) -> str:
     # most names of classes begin with that of the family; the file of the longest is read first
     named = [name for name in names("hf") if architecture.lower().startswith(name.replace("_", ""))]
     named.sort(key=len, reverse=True)
-    for wanted in filter(None, (architecture, decoder_of(architecture))):
+    for wanted in (architecture, *language_models(architecture)):
         for name in (*named, *names("hf")):
             # only a file that has the name in its text is worth parsing
             text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
@@ -476,6 +477,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         forms=dict(read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
+        needs=tuple(_listed(one) for one in root.get("needs") or ()),
         specs=tuple(root.get("specs") or ()),
         nested=tuple(root.get("nested") or ()),
         memory=dict(root.get("memory") or {}),

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) 
         placed = {"device_map": "auto"}
     # Eager experts and attention run at any sizes. grouped_mm refuses widths that are not a
     # multiple of 16 bytes.
-    loaded: Any = _class_for(directory).from_pretrained(
+    loaded: Any = _loader_for(directory)(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
@@ -142,6 +143,9 @@ def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) 
         **job["config"],
     )
     model, found = loaded
+    if type(model).forward is torch.nn.Module.forward:
+        # Its parts run one after the other; the first one that has an output layer computes text.
+        model = next(part for part in model.children() if part.get_output_embeddings() is not None)
     last = model.config.get_text_config().num_hidden_layers
     found["unexpected_keys"] = [
         key
@@ -154,8 +158,10 @@ def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) 
     return (model if placed else model.to(device)).eval()
 
 
-def _class_for(directory: str) -> Any:
-    """Returns the class of transformers that builds the model. Raises MappingError without one."""
+def _loader_for(directory: str) -> Any:
+    """Returns the function of transformers that builds the model. Raises MappingError without
+    one.
+    """
     import transformers
 
     why = "it has no language model for this config.json"
@@ -164,10 +170,14 @@ def _class_for(directory: str) -> Any:
     except ValueError as error:
         why = str(error).partition("\n")[0]
     else:
-        # the model of the second class contains a text model
+        # the model of the other classes contains a text model
         for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
             if config in kind._model_mapping:
-                return kind
+                return kind.from_pretrained
+        several = transformers.AutoModelForMultimodalLM._model_mapping
+        if config in several:
+            # not the function of the class, which may load files that are no weights
+            return partial(transformers.PreTrainedModel.from_pretrained.__func__, several[config])
     raise MappingError(
         f"{directory}: transformers {transformers.__version__} cannot build this model: {why}\n"
         "mckpt does not run Python files of a checkpoint. Compare the values of all tensors"

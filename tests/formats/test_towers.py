@@ -178,13 +178,105 @@ def test_a_missing_tower_is_an_error_with_its_cure(tmp_path: Path) -> None:
             mckpt.plan(tmp_path / "ckpt", tmp_path / "out", format=target)
 
 
-def test_a_tower_without_one_of_its_parts_is_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "hf", "mistral3")
+def tower_of_layers(path: Path, name: str, layers: int = 4) -> Path:
+    """Writes a model with a tower of several equal layers."""
+    source = write(path, name)
     arrays = load_file(source / "model.safetensors")
-    kept = {k: v for k, v in arrays.items() if not k.startswith("multi_modal_projector.")}
-    save_file(kept, source / "model.safetensors")
-    with pytest.raises(SourceError, match=r"multi_modal_projector\.\*: no tensor has such a name"):
-        mckpt.plan(source, tmp_path / "out")
+    start = next(key for key in arrays if "visual" in key).partition("visual.")[0] + "visual."
+    for layer in range(layers):
+        for part in ("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight"):
+            arrays[f"{start}layers.{layer}.{part}"] = np.full(3, layer, np.float32)
+    save_file(arrays, source / "model.safetensors")
+    return source
+
+
+def without(*keys: str) -> Any:
+    """Returns a damage that removes the tensors whose keys have one of these parts."""
+
+    def damage(source: Path) -> None:
+        arrays = load_file(source / "model.safetensors")
+        left = {key: a for key, a in arrays.items() if not any(part in key for part in keys)}
+        assert len(left) < len(arrays)
+        save_file(left, source / "model.safetensors")
+
+    return damage
+
+
+def without_key(path: str) -> Any:
+    """Returns a damage that removes a key of config.json."""
+
+    def damage(source: Path) -> None:
+        config = json.loads((source / "config.json").read_text())
+        *outer, last = path.split(".")
+        inner = config
+        for step in outer:
+            inner = inner[step]
+        inner.pop(last)
+        write_json(source / "config.json", config)
+
+    return damage
+
+
+def half_processor(source: Path) -> None:
+    write_json(source / "processor_config.json", {"processor_class": "AnyProcessor"})
+    (source / "preprocessor_config.json").unlink()
+
+
+# (model, damage, words of the one error that names the thing and the cure)
+DAMAGED: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("qwen3_vl", without_key("vision_config"), ("config.json has no vision_config", "copy the")),
+    ("ovis2_5", without_key("vit_config"), ("config.json has no vit_config", "visual_tokenizer.*")),
+    ("qwen2_audio", without_key("audio_config"), ("config.json has no audio_config", "copy the")),
+    (
+        "qwen3_omni",
+        without_key("thinker_config.audio_config"),
+        ("has no thinker_config.audio_config", "thinker.audio_tower.*"),
+    ),
+    (
+        "qwen3_asr",
+        without_key("audio_config"),
+        ("has no audio_config or thinker_config.audio_config", "copy the"),
+    ),
+    ("qwen3_vl", without("visual.layers.2."), ("model.visual.layers.2.* is missing", "copy it")),
+    (
+        "qwen2_vl",
+        without("layers.1.mlp.up"),
+        ("visual.layers.1.mlp.up.weight is missing; all others of visual.layers.{number}.",),
+    ),
+    ("qwen3_vl", without("model.visual."), ("model.visual.*: no tensor has such a name", "copy")),
+    ("qwen3_omni", without("talker."), ("talker.*: no tensor has such a name", "copy it again")),
+    (
+        "qwen3_vl",
+        half_processor,
+        ("preprocessor_config.json: is missing", "processor_config.json", "copy it from the model"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGED)
+def test_a_damaged_model_around_a_text_model_is_one_error(
+    name: str, damage: Any, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    layered = name in ("qwen3_vl", "qwen2_vl")
+    source = tower_of_layers(tmp_path / "hf", name) if layered else write(tmp_path / "hf", name)
+    good("plan", source, tmp_path / "whole")
+    damage(source)
+    commands.refused(3, *words, args=("hf-to-megatron", source, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_list_of_other_modules_may_have_gaps() -> None:
+    """An activation has no parameters, and the first and the last layer may differ."""
+    plain = [f"mlp1.{number}.{kind}" for number in (0, 1, 3) for kind in ("weight", "bias")]
+    parts = ("a.x.weight", "a.y.weight", "b.x.weight", "b.y.weight")
+    layers = [f"t.{layer}.{part}" for layer in range(4) for part in parts]
+    assert carried.gaps(plain) == [] and carried.gaps(layers) == []
+    assert (
+        carried.gaps([key for key in layers if key not in ("t.0.a.x.weight", "t.3.b.y.weight")])
+        == []
+    )
+    lost = [key for key in layers if not key.startswith("t.1.")]
+    assert carried.gaps(lost) == ["t.1.* is missing; t.{number}. has 4 tensors"]
 
 
 def test_a_tensor_that_no_pattern_names_is_refused(tmp_path: Path) -> None:
@@ -232,6 +324,40 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert not list((tmp_path / "ckpt").glob(".mckpt-*"))
     mckpt.plan(tmp_path / "ckpt", tmp_path / "back", format="hf").run()
     same_files(source, tmp_path / "back")
+
+
+def test_the_voices_of_a_model_come_back(tmp_path: Path) -> None:
+    """transformers loads no Qwen2.5-Omni without this file, whose name ends as those of weights."""
+    source = write(tmp_path / "hf", "qwen2_5_omni")
+    (source / "spk_dict.pt").write_bytes(b"any voices")
+    (source / "consolidated.pt").write_bytes(b"other weights")
+    mckpt.plan(source, tmp_path / "ckpt").run()
+    mckpt.plan(tmp_path / "ckpt", tmp_path / "back", format="hf").run()
+    same_files(source, tmp_path / "back")
+    assert (tmp_path / "back" / "spk_dict.pt").read_bytes() == b"any voices"
+    assert not (tmp_path / "back" / "consolidated.pt").exists()
+
+
+def test_the_text_model_may_be_at_one_of_several_places(tmp_path: Path) -> None:
+    """Qwen3-ASR is published in two forms, and Omni models have it inside of the thinker."""
+    family = mapping.load("hf", "qwen3_asr")
+    inside, beside = made_models.config("qwen3_asr_thinker"), made_models.config("qwen3_asr")
+    assert family.read(inside)["hidden_size"] == family.read(beside)["hidden_size"] == 72
+    omni = mapping.load("hf", "qwen3_omni")
+    config = made_models.config("qwen3_omni")
+    dims = omni.read(config) | {"vocab_size": 300}
+    written = omni.restate(config, dims, ["vocab_size"])
+    assert written["thinker_config"]["text_config"]["vocab_size"] == 300
+    assert written["talker_config"] == config["talker_config"] and "vocab_size" not in written
+    assert omni.read(omni.write(dims)) == dims
+    source = write(tmp_path / "hf", "qwen3_omni")
+    mckpt.plan(source, tmp_path / "ckpt").run()
+    mckpt.plan(tmp_path / "ckpt", tmp_path / "back", format="hf", dtype="float16").run()
+    cast = json.loads((tmp_path / "back" / "config.json").read_text())["thinker_config"]
+    assert cast["dtype"] == cast["text_config"]["dtype"] == "float16"
+    wrong = config | {"thinker_config": config["thinker_config"] | {"text_config": 3}}
+    with pytest.raises(MappingError, match=r"thinker_config\.text_config is 3, and must be"):
+        omni.read(wrong)
 
 
 def test_a_large_tower_is_written_to_several_files(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _text_config(c: Config, found: Config) -> Config:
 
 
 def _text_of(start: str, *beside: str) -> Names:
-    """Returns the names of a text model, whose keys begin with `start`, and of a tower's tensors."""
+    """Returns the names of a text model, whose keys begin with `start`, beside those of a tower."""
 
     def saved(c: Config, tensors: Config) -> Config:
         import torch

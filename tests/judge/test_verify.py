@@ -340,7 +340,7 @@ def test_a_model_without_a_class_in_transformers_needs_the_level_bytes(
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(mckpt.errors.MappingError, match="--level bytes"):
-        reference._class_for(str(tmp_path))
+        reference._loader_for(str(tmp_path))
 
 
 @pytest.mark.parametrize("index", [0, 13])
