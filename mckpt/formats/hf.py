@@ -36,7 +36,7 @@ from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, MappingFile, plain, schema
+from mckpt.mapping import Bound, MappingFile, of_others, plain, schema
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
@@ -104,7 +104,8 @@ class HuggingFace:
             return {}
 
         def mismatch(names: Names) -> int:
-            apart = len(names.mapping.form(names.choices).unmatched(self.keys()))
+            form, keys = names.mapping.form(names.choices), self.keys()
+            apart = len(form.unmatched(keys)) + len(of_others(form, names.mapping.forms, keys))
             scope = names.scope()
             ends = [scheme.codes for scheme in self.quantisation.schemes if scheme.codes]
             for b in (b for b in names.bound if not b.rule.alias):

@@ -3,7 +3,7 @@
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
-from mckpt.mapping.forms import equal, is_part, lookup, major_minor, typed
+from mckpt.mapping.forms import equal, is_part, lookup, major_minor, of_others, typed
 from mckpt.mapping.heads import is_of_head, with_head
 from mckpt.mapping.inert import args_known_by_word, is_neutral, unknown_args, unread_keys
 from mckpt.mapping.nodes import digest_of
@@ -50,6 +50,7 @@ __all__ = [
     "merged",
     "misfits",
     "names",
+    "of_others",
     "parse_setting",
     "plain",
     "refused",

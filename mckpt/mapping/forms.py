@@ -106,6 +106,15 @@ class NameForm(NamedTuple):
         return [p for p in self.carried if not any(_matches(p, key) for key in known)]
 
 
+def of_others(form: NameForm, forms: Mapping[str, NameForm], keys: Iterable[str]) -> list[str]:
+    """Returns the patterns of other forms of a family that match keys which this one does not
+    carry.
+    """
+    left = [key for key in keys if not form.carries(key)]
+    patterns = {p for other in forms.values() for p in other.carried} - {*form.carried}
+    return [p for p in sorted(patterns) if any(map(_compiled(p).fullmatch, left))]
+
+
 def is_part(forms: Mapping[str, NameForm]) -> bool:
     """Returns whether the family is the text model of a larger one, whose other tensors are
     carried.

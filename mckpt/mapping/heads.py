@@ -77,15 +77,14 @@ def with_head(
     end = _end_of(architecture)
     own = architecture in family.architectures or end is None or end in _heads()[0]["language"]
     kind = _classes()[end] if end is not None else {"places": [OWN], "output": True}
-    if not own and "lacks" in kind:
-        raise _refused(family, architecture, kind["lacks"])
     heads = _patterns_of(keys)
     if not own and not heads and "head" in kind:
         heads = (kind["head"],)
     # a family with forms has names of its own for a language model without a prefix
-    places = [OWN] if own and family.forms else kind["places"]
+    usual = [OWN] if own and family.forms else kind["places"]
+    places = [*usual, *kind.get("rare", ())]
     forms = {place: at for place in places if (at := _forms_at(family, place, places[0], own))}
-    place = _place_of(family, architecture, forms, keys, form)
+    place = _place_of(family, architecture, forms, keys, form, usual)
     if own and place == OWN and not heads:
         return family
     output = kind.get("output", False) and place == OWN
@@ -173,11 +172,12 @@ def _place_of(
     forms: Mapping[str, Mapping[str, NameForm]],
     keys: Collection[str],
     recorded: object,
+    usual: Collection[str],
 ) -> str:
     """Returns the place at which the stored keys have the embedding, or the one that the name of a
     recorded form tells; else the first one.
 
-    forms: those at each place.
+    forms: those at each place. usual: the places of which more than one class has each.
     """
     embedding = _embedding(family)
     for place, at in forms.items():
@@ -186,7 +186,8 @@ def _place_of(
         ):
             return place
     first = next(iter(forms))
-    if others := [place for place in forms if place.endswith(".") and place != start_of(family)]:
+    literal = [place for place in usual if place.endswith(".")]
+    if others := [place for place in literal if place != start_of(family)]:
         raise MappingError(
             f"{architecture}: nothing tells whether the names of its decoder begin with"
             f" {start_of(family)} or {others[0]}: give --like HF_DIR, the model's original"

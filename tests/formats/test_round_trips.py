@@ -308,7 +308,8 @@ TRIPS = [
     ),
     # towers of images, whose tensors are carried
     *(
-        f"tower {name} {form} > torch_dist tp=2 > {test_towers.another(name)} > hf"
+        f"tower {name} {form} > torch_dist tp=2{test_towers.layers(name)}"
+        f" > {test_towers.another(name)} > hf"
         for name, form in test_towers.FORMS
     ),
     "tower qwen2_vl nested > torch_dist tp=2 bare > hf like",
