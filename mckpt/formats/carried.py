@@ -76,10 +76,10 @@ def gaps(keys: Iterable[str]) -> list[str]:
     """
     lists: dict[str, dict[int, set[str]]] = {}
     for key in keys:
-        for number in _NUMBER.finditer(key):
-            start, end = key[: number.start()], key[number.end() :]
+        for found in _NUMBER.finditer(key):
+            start, end = key[: found.start()], key[found.end() :]
             if end.count(".") > 1:
-                lists.setdefault(start, {}).setdefault(int(number[0]), set()).add(end)
+                lists.setdefault(start, {}).setdefault(int(found[0]), set()).add(end)
     out = []
     for start, members in sorted(lists.items()):
         kinds = Counter(frozenset(names) for names in members.values())

@@ -76,7 +76,7 @@ def with_head(
     """
     end = _end_of(architecture)
     own = architecture in family.architectures or end is None or end in _heads()[0]["language"]
-    kind = _classes()[end] if end is not None else {"places": [OWN], "output": True}
+    kind: dict[str, Any] = {"places": [OWN], "output": True} if end is None else _classes()[end]
     heads = _patterns_of(keys)
     if not own and not heads and "head" in kind:
         heads = (kind["head"],)
@@ -142,11 +142,13 @@ def _forms_at(family: MappingFile, place: str, usual: str, own: bool) -> dict[st
     usual: the first place of the class. The names of forms at another one tell the place.
     """
     if not family.forms:
-        name = {OWN: HEAD, TEXT: FLAT if own else TEXT}.get(place, place)
-        return {name.strip("."): _form_at(family, place, NameForm({}, ()))}
-    at = {name: _form_at(family, place, form) for name, form in family.forms.items()}
-    end = "" if place == usual else f"/{place.strip('.')}"
-    return {name + end: form for name, form in at.items() if form is not None}
+        only = {OWN: HEAD, TEXT: FLAT if own else TEXT}.get(place, place)
+        named = {only.strip("."): NameForm({}, ())}
+    else:
+        end = "" if place == usual else f"/{place.strip('.')}"
+        named = {name + end: form for name, form in family.forms.items()}
+    at = {name: _form_at(family, place, form) for name, form in named.items()}
+    return {name: form for name, form in at.items() if form is not None}
 
 
 def _form_at(family: MappingFile, place: str, form: NameForm) -> NameForm | None:

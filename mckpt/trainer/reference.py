@@ -176,8 +176,9 @@ def _loader_for(directory: str) -> Any:
                 return kind.from_pretrained
         several = transformers.AutoModelForMultimodalLM._model_mapping
         if config in several:
-            # not the function of the class, which may load files that are no weights
-            return partial(transformers.PreTrainedModel.from_pretrained.__func__, several[config])
+            # not the method of the class, which may load files that are no weights
+            load: Any = transformers.PreTrainedModel.from_pretrained
+            return partial(load.__func__, several[config])
     raise MappingError(
         f"{directory}: transformers {transformers.__version__} cannot build this model: {why}\n"
         "mckpt does not run Python files of a checkpoint. Compare the values of all tensors"
