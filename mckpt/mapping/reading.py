@@ -191,16 +191,17 @@ def family_with(architecture: str) -> str:
     # most names of classes begin with that of the family; the file of the longest is read first
     named = [name for name in names("hf") if architecture.lower().startswith(name.replace("_", ""))]
     named.sort(key=len, reverse=True)
-    for wanted in (architecture, *language_models(architecture)):
+    others = list(language_models(architecture))
+    for wanted in (architecture, *others):
         for name in (*named, *names("hf")):
             # only a file that has the name in its text is worth parsing
             text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
             if wanted in text and wanted in load("hf", name).architectures:
                 return name
-        if wanted in refused():
-            raise MappingError(
-                f"no dialect of Megatron can hold {architecture}: {refused()[wanted]}"
-            )
+        if wanted == architecture:
+            _refuse(architecture, wanted)
+    for wanted in others:
+        _refuse(architecture, wanted)
     known = [a for n in names("hf") for a in load("hf", n).architectures]
     near = nearest(architecture.partition("For")[0], {a.partition("For")[0] for a in known})
     raise MappingError(
@@ -211,6 +212,17 @@ def family_with(architecture: str) -> str:
         " what is left, and `--mapping my.yaml` uses it. Names and shapes do not prove that a model"
         " computes the same: run `mckpt verify` on the result. docs/new-model.md is the guide.",
     )
+
+
+def _refuse(architecture: str, language_model: str) -> None:
+    """Raises MappingError if Megatron-Core has no layers for a language model.
+
+    architecture: the class with its decoder.
+    """
+    if language_model in refused():
+        raise MappingError(
+            f"no dialect of Megatron can hold {architecture}: {refused()[language_model]}"
+        )
 
 
 @functools.cache

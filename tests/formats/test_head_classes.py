@@ -21,10 +21,10 @@ from tests.helpers import made_models, tiny
 
 # words of the error -> the classes that are refused with it
 REFUSED = {
-    # towers, talkers and decoders of sound alone, and a decoder of an encoder's class
+    # towers, talkers and decoders of sound alone
     "no family has the architecture": """
         Gemma4AudioModel Gemma4VisionModel Glm4vMoeVisionModel InternVLVisionModel
-        Kimi_K25VisionModel Llama4VisionModel MegatronBertForCausalLM
+        Kimi_K25VisionModel Llama4VisionModel
         Qwen2AudioEncoder Qwen2_5OmniTalkerForConditionalGeneration Qwen2_5OmniTalkerModel
         Qwen2_5OmniToken2WavBigVGANModel Qwen2_5OmniToken2WavDiTModel Qwen2_5OmniToken2WavModel
         Qwen2_5_VisionTransformerPretrainedModel Qwen3ASREncoder Qwen3OmniMoeCode2Wav
@@ -40,6 +40,7 @@ REFUSED = {
     "T5Model has an output bias": """
         MT5ForQuestionAnswering MT5ForSequenceClassification MT5Model
         T5ForQuestionAnswering T5ForSequenceClassification T5Model""",
+    "BertModel sees the tokens before and after": "MegatronBertForCausalLM",
     "this model is an encoder alone": "MT5EncoderModel T5EncoderModel",
     "supports only True": "MT5ForTokenClassification T5ForTokenClassification",
     # transformers writes names that it does not read
