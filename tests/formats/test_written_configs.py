@@ -26,7 +26,8 @@ PATHS = {
     str(path.relative_to(FIXTURES).with_suffix("")): path
     for folder in ("configs", "families")
     for path in sorted((FIXTURES / folder).rglob("*.json"))
-    if "unknown" not in path.parts
+    # the class of transformers with this name does not read the config of the package qwen_asr
+    if "unknown" not in path.parts and path.stem != "qwen3_asr_thinker"
 }
 # what transformers 5.24 wrote for models of fixtures/configs that 5.23 writes with older keys
 NEWER = sorted((FIXTURES / "written").glob("*.json"))
@@ -50,6 +51,7 @@ OTHER_DEFAULTS = {
     ("nemotron_h", "moe_latent_size"): "None means that experts have no latent size",
     ("mimo_v2_flash", "max_position_embeddings"): "the published config.json has 262144",
     ("qwen3_moe", "sliding_window"): "without use_sliding_window, the class sets None",
+    ("qwen2_5_omni_thinker", "sliding_window"): "without use_sliding_window, the class sets None",
     ("ministral3", "rope_parameters.mscale_all_dim"): "the class's are those of a whole object",
     ("ministral3", "rope_parameters.rope_theta"): "the class's are those of a whole object",
 }
