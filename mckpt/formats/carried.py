@@ -67,32 +67,30 @@ def shapes(stored: Iterable[Stored]) -> dict[str, tuple[int, ...]]:
 
 
 def gaps(keys: Iterable[str]) -> list[str]:
-    """Returns a sentence for each part of a tower that misses tensors: a member of a list of equal
-    modules, such as `visual.blocks.{number}.`, or a tensor that all members of the list but one
-    have. The first and the last one may differ from the others.
+    """Returns a sentence for each part of a tower that misses tensors: a member inside of a list of
+    equal modules, such as `visual.blocks.{number}.`, or a tensor that all members of the list but
+    one have. The first and the last one may differ from the others.
 
-    The modules of a list without parameters leave gaps too, so lists whose members have fewer than
-    four tensors are not judged.
+    Modules without parameters leave gaps too. So lists whose members have fewer than four tensors
+    are not judged, and lists in which a third of the members is not there.
     """
     lists: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         for found in _NUMBER.finditer(key):
-            start, end = key[: found.start()], key[found.end() :]
-            if end.count(".") > 1:
-                lists.setdefault(start, {}).setdefault(int(found[0]), set()).add(end)
+            members = lists.setdefault(key[: found.start()], {})
+            members.setdefault(int(found[0]), set()).add(key[found.end() :])
     out = []
     for start, members in sorted(lists.items()):
         kinds = Counter(frozenset(names) for names in members.values())
         usual, times = kinds.most_common(1)[0]
         if len(usual) < 4 or times < 2 or times < len(members) - 1:
             continue
-        lacking = sorted(set(range(max(members))) - members.keys())
-        out += [
-            f"{start}{number}.* is missing; {start}{{number}}. has {len(usual)} tensors"
-            for number in lacking
-        ]
+        lacking = sorted(set(range(min(members), max(members))) - members.keys())
+        if len(lacking) * 2 < len(members):
+            text = f"is missing; {start}{{number}}. has {len(usual)} tensors"
+            out += [f"{start}{number}.* {text}" for number in lacking]
         for number, names in sorted(members.items()):
-            if names < usual and 0 < number < max(members):
+            if names < usual and min(members) < number < max(members):
                 lost = ", ".join(f"{start}{number}{name}" for name in sorted(usual - names))
                 out.append(f"{lost} is missing; all others of {start}{{number}}. have it")
     return out

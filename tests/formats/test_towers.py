@@ -285,6 +285,11 @@ def test_a_list_of_other_modules_may_have_gaps() -> None:
     )
     lost = [key for key in layers if not key.startswith("t.1.")]
     assert carried.gaps(lost) == ["t.1.* is missing; t.{number}. has 4 tensors"]
+    # the first member of the next list is an activation with parameters of its own
+    block = [f"b.{number}.{part}" for number in range(2, 5) for part in parts]
+    assert carried.gaps([*block, "b.0.alpha", "b.0.beta", "b.1.conv.weight", "b.1.conv.bias"]) == []
+    every_second = [f"s.{2 * number}.{part}" for number in range(4) for part in parts]
+    assert carried.gaps(every_second) == []
 
 
 def test_a_tensor_that_no_pattern_names_is_refused(tmp_path: Path) -> None:
