@@ -51,6 +51,7 @@ class MegatronOptions(Sizes, total=False):
     transformer_impl: Literal["transformer_engine", "local"]
     grouped_experts: bool
     divisible_by: int
+    towers: Literal["beside", "bridge", "swift"]
     layer_keys: Literal["stacked", "per_layer"]
     common_as_object: bool
     megatron_version: str

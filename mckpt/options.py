@@ -332,6 +332,12 @@ class TargetOptions(Table, frozen=True):
         " megatron-core has from 0.18 on.",
         word="NAME",
     )
+    towers: Literal["beside", "bridge", "swift"] | None = MEGATRON(
+        "Multimodal models: where the towers of images and sound are. beside: in DST/hf,"
+        " unchanged, and the checkpoint is the text model; bridge, swift: in the checkpoint,"
+        " which is the whole model of Megatron-Bridge or of ms-swift. Without it, as in the source;"
+        " from Hugging Face, beside."
+    )
     layer_keys: Literal["stacked", "per_layer"] | None = MEGATRON(
         "torch_dist only: one key for all layers, or one for each layer. Without it, the model's"
         " args decide."

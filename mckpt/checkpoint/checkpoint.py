@@ -23,6 +23,7 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.options import SourceOptions
+from mckpt.storage.staging import MANIFEST
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -172,6 +173,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the logical box that each stored tensor holds."""
         try:
             layout = self.opened.layout(self.names)
+            if self.mapping.whole:
+                self._refuse_incomplete_towers(layout)
             description.refuse_changed(self.opened.root, self.files.manifest)
             if self.has_states and (optimizer := self.optimizer) is not None:
                 layout = carried.joined(layout, optimizer.layout)
@@ -197,6 +200,23 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 )
             raise self.model.with_hint(error) from None
 
+    def _refuse_incomplete_towers(self, layout: Layout) -> None:
+        """Raises SourceError if the towers of a whole model have not the tensors that its manifest
+        records, or that the directory of --like has.
+        """
+        found = carried.of(layout)
+        recorded = self.files.manifest.get("carried")
+        if isinstance(recorded, dict) and carried.facts(found)["digest"] != recorded.get("digest"):
+            raise SourceError(
+                f"{self.path}: its towers have {len(found):,} tensors, and {MANIFEST} records"
+                f" {recorded.get('tensors')} of other names, shapes or dtypes. Copy the checkpoint"
+                " again"
+            )
+        if missing := sorted(self.model.described_towers - {row.key for row in found}):
+            raise SourceError.of(
+                f"{self.path}: its towers lack tensors that {self.files.options.like} has:", missing
+            )
+
     @cached_property
     def optimizer(self) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none."""
@@ -209,7 +229,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         have, such as a vision tower: from DST/hf, else, if it borrows, from --like. None if there
         are none.
         """
-        if not self.is_megatron:
+        if not self.is_megatron or self.mapping.whole:
             return None
         given = self.files.options.like
         like = Path(given) if given and self.borrows else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,10 +70,46 @@ class ModelDescription:
     @cached_property
     def mapping(self) -> MappingFile:
         """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
-        if self.files.is_megatron:
-            text = run_config_text(self.files.opened.root / RUN_CONFIG)
-            return mapping.dialect_of(self.files.opened.keys(), self.options.mapping, text)
-        return self._family_in(self.files.path)
+        if not self.files.is_megatron:
+            return self._family_in(self.files.path)
+        opened, own = self.files.opened, self.options.mapping
+        run = run_config_text(opened.root / RUN_CONFIG)
+        whole = self._whole(lambda keys: mapping.dialect_of(keys, own, run))
+        return whole or mapping.dialect_of(opened.keys(), own, run)
+
+    @cached_property
+    def described_towers(self) -> set[str]:
+        """Returns the keys of the towers in the directory of --like; none without its weights."""
+        forms = self.family.forms.values() if self.family else ()
+        keys = self._described_keys or ()
+        return {key for key in keys if any(form.carries(key) for form in forms)}
+
+    def _whole(self, dialect_of: Callable[[list[str]], MappingFile]) -> MappingFile | None:
+        """Returns the dialect of a whole multimodal model; None for a model without towers."""
+        opened = self.files.opened
+        if not any(".decoder." in key for key in list(opened.keys())):
+            return None
+        stored = {key.rpartition("/")[2]: shape for key, _, shape, _ in opened.show(None).tensors}
+        tp = opened.parallel().tp if opened.format.fixed_sizes else 1
+        if self.family is not None and self.files.described_by is not None:
+            config = read_config(self.files.described_by)
+            own, form = self.described_towers, self.files.manifest.get("form")
+            form = form or (self.family.form_of(own) if own else None)
+            named = self.family.form({"form": form} if form else {})
+            towers = [tower.of_form(named, own) for tower in self.family.towers.values()]
+            if used := self.files.manifest.get("tower_keys"):
+                towers = [tower.among(used) for tower in towers]
+        else:
+            config = {}
+            if (path := description_of(opened.root)) is not None:
+                config = read_model(path)
+            families = (mapping.load("hf", name) for name in mapping.names("hf"))
+            towers = [
+                tower.of_form(next(iter(family.forms.values())))
+                for family in families
+                for tower in family.towers.values()
+            ]
+        return mapping.dialect_of_whole(towers, stored, tp, config, dialect_of)
 
     @cached_property
     def family(self) -> MappingFile | None:
@@ -305,7 +341,7 @@ class ModelDescription:
             stated = {*known, *given, *file.keys_of("vocab_size", read_model(path))}
             if "vocab_size" not in stated:
                 raise self._vocab_size_unknown(f"{path}: does not contain the vocab_size")
-            return run_config_dims(path, file, known, given)
+            return run_config_dims(path, file, known, given, self.family)
         known, dims = {**known, **given}, mapping.schema().dims
         missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
         if missing:

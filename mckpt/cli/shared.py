@@ -100,7 +100,7 @@ def dialect_option(prefix: str = "", otherwise: str = "") -> Decorator:
 megatron_target_options = together(
     of_target("transformer_impl grouped_experts"),
     of_target("divisible_by", default=DIVISIBLE_BY),
-    of_target("common_as_object megatron_version layer_keys run_config"),
+    of_target("common_as_object megatron_version layer_keys towers run_config"),
     of_place("update_tracker"),
 )
 conversion_options = together(

@@ -15,6 +15,7 @@ from mckpt.conversion.plan_data import true_vocab
 from mckpt.conversion.target import Destination
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats.base import Names
+from mckpt.formats.hf_config import read_config
 from mckpt.formats.megatron import run_config
 from mckpt.formats.megatron.interface import CHECKPOINT_VERSION, VERSION, Common, new_common
 from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
@@ -233,6 +234,10 @@ def bridge_files(decided: Decided) -> list[TargetFile]:
             option = "--run-config" if names.mapping.has_args else f"--dialect {names.mapping.name}"
             raise UsageError(f"{option}: {e}") from None
         return []
+    if whole := names.mapping.whole:  # its provider chooses the layers
+        model.pop("transformer_layer_spec", None)
+        described = source.files.described_by
+        model |= whole.provided(read_config(described)) if described else {}
     has_state = decided.optimizer and bool(source.optimizer)
     if has_state:  # the state of the embedding loads with the same number of rows only
         model |= {"vocab_size": rows, "should_pad_vocab": False}
@@ -268,6 +273,11 @@ def _bridge_mapping_file(decided: Decided) -> MappingFile:
         raise UsageError(
             f"mckpt cannot describe the dialect {dialect.name} there, as it can gpt and hybrid;"
             " leave out --run-config"
+        )
+    if dialect.whole and not dialect.whole.provider:
+        raise UsageError(
+            f"mckpt does not know how {dialect.whole.trainer} describes this model; leave out"
+            " --run-config"
         )
     impl = decided.names.choices["transformer_impl"]
     if impl != "transformer_engine":

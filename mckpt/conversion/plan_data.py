@@ -219,13 +219,16 @@ def form_of(source: Checkpoint, family: MappingFile) -> str | None:
     """Returns the form of the family in which the source's tensors have their names, or had them in
     the directory that it was made of; None for a family without forms.
     """
-    keys = [carried.key_of(s) for s in carried.of(source.layout)]
+    keys = [row.key for row in carried.of(source.layout)]
     known = source.files.manifest if source.is_megatron else source.names.choices
     return family.form_of(keys, known.get("form"))
 
 
-def text_notes(source: Checkpoint) -> list[str]:
-    """Returns notes on a source of which Megatron's model is a part, the one that computes text."""
+def text_notes(source: Checkpoint, whole: mapping.Tower | None = None) -> list[str]:
+    """Returns notes on a source of which Megatron's model is a part, the one that computes text.
+
+    whole: the towers of the target, if it has the whole model.
+    """
     if (family := source.model.family) is None:
         return []
     if not carried.of(source.layout):
@@ -235,9 +238,11 @@ def text_notes(source: Checkpoint) -> list[str]:
     text = (
         ", and Megatron's model is the text model: it computes text, and no images, video or audio"
     )
+    tensors = ", ".join(form.carried)
+    if whole is not None:
+        return [f"the towers, {tensors}, are in the checkpoint, as {whole.trainer} has them"]
     return [
-        f"the tensors {', '.join(form.carried)} are carried in hf/{carried.FILES}"
-        f"{'' if family.head else text}",
+        f"the tensors {tensors} are carried in hf/{carried.FILES}{'' if family.head else text}",
         *family.notes,
     ]
 

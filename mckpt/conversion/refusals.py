@@ -280,8 +280,8 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     title: the name of the target in the message.
     """
     family = source.mapping.path.name
-    wanted = {name for b in target.bound for name in b.rule.of}
-    names = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
+    wanted = {name for b in target.bound for name in b.rule.of if not b.rule.carried}
+    names = source.layout.shapes.keys() - carried.names(source.layout)
     names = {name for name in names if not is_state(name)}
     misfits = mapping.misfits(family, names, title, wanted, target.dims, target.mapping)
     if misfits:
@@ -345,10 +345,10 @@ def refuse_uncarried(source: Checkpoint, family: MappingFile) -> None:
             " original directory with its weights, or the directory hf that mckpt wrote beside the"
             " checkpoint"
         )
-    if unchanged and family.form_of(map(carried.key_of, unchanged)) is None:
+    if unchanged and family.form_of(row.key for row in unchanged) is None:
         raise MappingError(
             f"{where}: has {len(unchanged):,} tensors that are carried unchanged, such as"
-            f" {carried.key_of(unchanged[0])}, and {family.path.name} has no place for them; give"
+            f" {unchanged[0].key}, and {family.path.name} has no place for them; give"
             " the family of the whole model"
         )
 

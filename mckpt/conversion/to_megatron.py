@@ -69,6 +69,7 @@ from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile
 from mckpt.storage.manifest import Facts
 
+BESIDE = "beside"  # of the option towers: they are in DST/hf
 MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 
@@ -119,7 +120,13 @@ def form_megatron(
     tokenizer = _tokenizer(source)
     files = [*tensor_files, *_launch_files(decided, launch), *for_bridge]
     files += [TargetFile.copy(name, path) for name, path in tokenizer.items()]
-    more, carried_files = carried.lay_out(carried.of(moved.layout), target.max_shard_size)
+    apart = [] if decided.names.mapping.whole else carried.of(moved.layout)
+    if apart and not side_files:
+        raise UsageError(
+            f"{source.path}: no config.json describes the whole model, and DST/hf needs one beside"
+            " the towers; give --like HF_DIR, the model's own directory"
+        )
+    more, carried_files = carried.lay_out(apart, target.max_shard_size)
     if beside:
         moved, layout = beside.placed(layout)
         decided = structs.replace(decided, moved=moved)
@@ -145,7 +152,7 @@ def form_megatron(
         notes=[
             *quantised_notes(moved),
             *decided.notes,
-            *text_notes(moved),
+            *text_notes(moved, decided.names.mapping.whole),
             *_dialect_notes(source, decided.names.mapping, decided.megatron, target),
         ],
         copied=list(tokenizer.values()),
@@ -178,7 +185,8 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
     parallel = _parallel(source, dialect, target, moved.dims)
-    run = target.run_config or not dialect.has_args
+    described = dialect.whole is None or bool(dialect.whole.provider)
+    run = target.run_config or (described and not dialect.has_args)
     target = target.with_(parallel=parallel, run_config=run)
     refuse_sizes(dialect, moved.dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
@@ -192,6 +200,8 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
         optimizer.refuse_new(moved, destination.format)
         optimizer.refuse_frozen(moved, destination.format)
     dtypes, dtype = dtypes_of_target(moved, target)
+    if dialect.whole:
+        dtypes |= {carried.name_of(row.key): row.dtype for row in carried.of(moved.layout)}
     return Decided(
         source,
         moved,
@@ -242,7 +252,9 @@ def _launch_files(decided: Decided, launch: megatron_args.Launch) -> list[Target
     """
     if not decided.has_args:
         return []
-    files = megatron_args.files(launch, text_notes(decided.moved), decided.optimizer)
+    files = megatron_args.files(
+        launch, text_notes(decided.moved, decided.names.mapping.whole), decided.optimizer
+    )
     return [TargetFile.whole(name, text.encode()) for name, text in files.items()]
 
 
@@ -264,6 +276,7 @@ def _facts(decided: Decided, common: str, flags: dict[str, Any], keeps_mapping: 
     family, kept = source.model.family, decided.optimizer
     look = moved.opened.format.readable and decided.destination.rank0
     state = optimizer.facts(moved, look) if kept else None
+    whole, keys = decided.names.mapping.whole, [row.key for row in carried.of(moved.layout)]
     return {
         "parallel": target.parallel.args(),
         "choices": dict(decided.names.choices),
@@ -276,17 +289,54 @@ def _facts(decided: Decided, common: str, flags: dict[str, Any], keeps_mapping: 
         "left_behind": optimizer.left_behind(source, kept),
         **({"optimizer": state} if state else {}),
         **({"form": form_of(source, family)} if family and family.forms else {}),
+        **({"tower_keys": whole.used(keys)} if whole else {}),
         **named_by_user(source, keeps_mapping),
     }
 
 
 def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     """Returns the dialect to write: the one that the user names, else the source's, else its
-    family's.
+    family's; with the towers of a multimodal model as the user wants them, else as the source has
+    them.
     """
-    if source.is_megatron and target.dialect is None:
+    own = source.mapping.whole
+    here = own.trainer if own else BESIDE
+    trainer = target.towers or here
+    if source.is_megatron and target.dialect is None and trainer == here:
         return source.mapping
-    return mapping.dialect_for(source.mapping, target.dialect, source.model.options.mapping)
+    family = source.model.family
+    named = target.dialect
+    if named is None and family is not None and trainer in family.towers:
+        named = family.towers[trainer].dialect or None
+    if named is None and source.is_megatron:
+        named = mapping.text_dialect(source.mapping)
+    dialect = mapping.dialect_for(source.mapping, named, source.model.options.mapping)
+    return dialect if trainer == BESIDE else _with_towers(source, dialect, trainer)
+
+
+def _with_towers(source: Checkpoint, dialect: MappingFile, trainer: str) -> MappingFile:
+    """Returns the dialect of the whole model whose text model has this dialect."""
+    family, described = source.model.family, source.files.described_by
+    if family is None or described is None:
+        raise UsageError(
+            f"--towers {trainer}: no config.json describes the model of {source.path}; give --like"
+            " HF_DIR, the directory of the whole model"
+        )
+    tensors = {row.key: row.shape for row in carried.of(source.layout)}
+    if not tensors:
+        raise UsageError(
+            f"--towers {trainer}: {source.path} has no towers; leave it out"
+            if not mapping.is_part(family.forms)
+            else f"--towers {trainer}: the towers of {source.path} are not there; give --like"
+            " HF_DIR, the directory of the whole model with its weights"
+        )
+    if trainer not in family.towers:
+        known = ", ".join(family.towers) or "none"
+        raise UsageError(
+            f"--towers {trainer}: mckpt does not know the names that it gives to the towers of"
+            f" {family.architectures[0]}; those that it knows: {known}"
+        )
+    return mapping.whole_dialect(dialect, family.towers[trainer], tensors, read_config(described))
 
 
 def _other_dialect(
@@ -295,7 +345,7 @@ def _other_dialect(
     """Returns the options that write the model in the default dialect, if its family names another
     one, the user names none, and the default one can hold the model for this megatron-core.
     """
-    if source.is_megatron or target.dialect or not source.mapping.dialect:
+    if source.is_megatron or target.dialect or dialect.whole or not source.mapping.dialect:
         return None  # without loading every dialect
     default = mapping.dialect_for(None, None, source.model.options.mapping)
     if dialect.name == default.name:
@@ -466,11 +516,15 @@ def _choices(
     else:
         grouped = impl == "transformer_engine"
     stored = "grouped" if grouped else "sequential"
+    layers = target.layer_keys or own.get(
+        mapping.LAYERS, dialect.choices.get(mapping.LAYERS, ("",))[0]
+    )
     return {
         "keys": "global" if destination.format.global_keys else "local",
         "transformer_impl": impl,
         "experts": stored if stored in experts else experts[0],
         "pp": target.parallel.pp,
+        **({mapping.LAYERS: layers} if dialect.whole else {}),
     }
 
 
@@ -487,7 +541,9 @@ def _inexact(
     Raises MappingError with all features that the user does not accept, and for a model that
     Megatron could not load.
     """
-    file = (run_config.mapping_file(dialect) if target.run_config else None) or dialect
+    whole = dialect.whole
+    by_bridge = target.run_config or (whole is not None and whole.has_run_config)
+    file = (run_config.mapping_file(dialect) if by_bridge else None) or dialect
     program = {
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
@@ -574,7 +630,9 @@ def _tokenizer(source: Checkpoint) -> dict[str, Path]:
 def _side_root(source: Checkpoint) -> Path | None:
     """Returns the directory whose Hugging Face files go to DST/hf; None if there is none."""
     root = source.files.side_directory
-    if root is None and source.carried:  # its tensors need the config.json that describes them
+    if root is None and (
+        source.carried or source.mapping.whole
+    ):  # its tensors need the config.json that describes them
         root = source.files.described_by
     return root
 

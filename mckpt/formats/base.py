@@ -15,8 +15,8 @@ from msgspec import Struct
 from mckpt.containers.entries import Entry, Kind, Span
 from mckpt.errors import MAX_LISTED, CoverError, SourceError, UsageError
 from mckpt.formats import foreign
-from mckpt.geometry.box import Layout, Piece, Stored, restride
-from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
+from mckpt.geometry.box import Box, Layout, Piece, Stored, restride
+from mckpt.geometry.packing import PACKINGS, Packed, PackingError, buffer, padded
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.lazy import pattern
@@ -239,6 +239,24 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
     return padded(whole, padded_rows) if rule.tp == "vocab" and padded_rows else whole
 
 
+def stored_shape(rule: Rule, whole: Packed) -> tuple[int, ...]:
+    """Returns the shape in which Megatron stores a packed tensor, without layer and expert axes."""
+    if rule.stack:
+        return (rule.stack, whole.shape[0] // rule.stack, *whole.shape[1:])
+    return whole.shape[::-1] if rule.transposed else whole.shape
+
+
+def stored_buffer(
+    rule: Rule, whole: Packed, region: Box
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Returns the shape and the pieces of a buffer that holds a region of a stored tensor. Of
+    several layers of a tower the region counts the rows of all.
+    """
+    if rule.transposed:
+        region = Box(region.offset[::-1], region.shape[::-1])
+    return buffer(whole, [region], rule.of, rule.transposed)
+
+
 def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
     """Returns the dtype that the rule sets, else that of its members; raises UsageError if they
     differ.
@@ -273,6 +291,7 @@ def group(
     *,
     replica: bool = False,
     padding: bool = False,
+    carried: bool = False,
 ) -> list[Stored]:
     """Returns stored tensors for entries of one shape, grouped by dtype and strides.
 
@@ -283,8 +302,12 @@ def group(
         kinds.setdefault(Kind(e.dtype, shape, e.strides), []).append((layer, expert, e.file, e.at))
     out = []
     for kind, members in kinds.items():
+        where = np.array(members, "i8").T
         out += stored_of(
-            key, pieces, kind, np.array(members, "i8").T, problems, replica=replica, padding=padding
+            *(key, pieces, kind, where, problems),
+            replica=replica,
+            padding=padding,
+            carried=carried,
         )
     return out
 

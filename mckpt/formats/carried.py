@@ -1,9 +1,9 @@
 """Tensors that are carried unchanged: the parts of a model, such as its vision tower, that
 Megatron's model does not have.
 
-Beside a Megatron checkpoint they are in DST/hf/carried*.safetensors, under their own keys. In a
-layout each of them is a tensor of its own, `carried.KEY`, so plans prove that each of its elements
-is copied once, and comparisons compare it.
+Beside a Megatron checkpoint they are in DST/hf/carried*.safetensors, under their own keys, or they
+are in it, as the towers of a whole model. In a layout each of them is a tensor of its own,
+`carried.KEY`, so plans prove that each of its elements is copied once, and comparisons compare it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mckpt.formats.hf_files import INDEX, SINGLE, PlacedFiles, Row, place, weigh
 from mckpt.geometry.box import Layout, Piece, Stored, row_major, whole_box
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, is_part
+from mckpt.mapping.schema import CARRIED
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST
 
@@ -33,7 +34,6 @@ ADAPTER = "adapter_model.safetensors"  # of PEFT
 BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
 # dtypes that the elements of quantised weights have, in any form
 ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "int32")
-_PREFIX = "carried."  # of the logical names
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a member of a list of modules
 
 
@@ -47,22 +47,36 @@ def keys(folder: Path) -> list[str]:
     return safetensors.read([str(path) for path in sorted(folder.glob(FILES))]).names
 
 
-def key_of(s: Stored) -> str:
-    return s.pieces[0].tensor.removeprefix(_PREFIX).replace("{{", "{").replace("}}", "}")
+def key_of(name: str) -> str:
+    """Returns the key in Hugging Face files of a carried tensor with this logical name."""
+    return name.removeprefix(CARRIED).replace("{{", "{").replace("}}", "}")
 
 
-def name_of(s: Stored) -> str:
-    return _PREFIX + key_of(s)
+def name_of(key: str) -> str:
+    """Returns the logical name, a template in which doubled braces stand for themselves."""
+    return CARRIED + key.replace("{", "{{").replace("}", "}}")
 
 
-def of(layout: Layout) -> list[Stored]:
-    """Returns the carried tensors of a layout, in the order of their bytes."""
-    found = [s for s in layout.stored if s.carried]
-    return sorted(found, key=lambda s: (int(s.file[0]), int(s.at[0])))
+def names(layout: Layout) -> set[str]:
+    """Returns the logical names of the carried tensors of a layout, as templates."""
+    return {p.tensor for s in layout.stored if s.carried for p in s.pieces}
+
+
+def of(layout: Layout) -> list[Row]:
+    """Returns the carried tensors of a layout by their keys in Hugging Face files, in the order of
+    their bytes.
+    """
+    found = [s for s in layout.stored if s.carried and len(s)]
+    found.sort(key=lambda s: (int(s.file[0]), int(s.at[0])))
+    dtypes = {p.tensor: s.dtype for s in reversed(found) for p in s.pieces}
+    names = dict.fromkeys(p.tensor for s in found for p in s.pieces)
+    return [Row(key_of(name), dtypes[name], layout.shapes[name]) for name in names]
 
 
 def shapes(stored: Iterable[Stored]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the carried tensors among `stored`, by logical name."""
+    """Returns the shapes of the carried tensors among those of Hugging Face files, by logical
+    name.
+    """
     return {p.tensor: p.box.shape for s in stored if s.carried for p in s.pieces}
 
 
@@ -101,9 +115,7 @@ def stored(entries: Entries, keys: Iterable[str], problems: Problems) -> list[St
     out = []
     for row in entries.rows(keys).tolist():
         key, entry = entries.names[row], entries.entry(row)
-        # the name is a template, in which braces stand for themselves if they are doubled
-        name = _PREFIX + key.replace("{", "{{").replace("}", "}}")
-        piece = Piece(name, whole_box(entry.shape), 0, row_major(entry.shape))
+        piece = Piece(name_of(key), whole_box(entry.shape), 0, row_major(entry.shape))
         kind, where = entries.kinds[entries.columns.kind[row]], [[0], [0], [entry.file], [entry.at]]
         out += stored_of(key, (piece,), kind, np.array(where, "i8"), problems, carried=True)
     return out
@@ -121,30 +133,25 @@ def refuse_quantised(tensors: Iterable[Stored], problems: Problems) -> None:
             )
 
 
-def rows(tensors: Sequence[Stored]) -> list[Row]:
-    return [Row(key_of(s), s.dtype, s.pieces[0].box.shape) for s in tensors]
-
-
-def placed(tensors: Sequence[Stored], places: PlacedFiles) -> list[Stored]:
+def placed(tensors: Sequence[Row], places: PlacedFiles) -> list[Stored]:
     """Returns carried tensors where new files have them; they are the first of these files."""
     out = []
-    for n, s in enumerate(tensors):
-        shape = s.pieces[0].box.shape
-        piece = s.pieces[0]._replace(start=0, strides=row_major(shape))
+    for n, (key, dtype, shape) in enumerate(tensors):
+        piece = Piece(name_of(key), whole_box(shape), 0, row_major(shape))
         none = np.zeros(1, "i4")
         file, at = places.file[n : n + 1], places.at[n : n + 1]
-        out.append(Stored(s.key, s.dtype, shape, (piece,), none, none, file, at, carried=True))
+        out.append(Stored(key, dtype, shape, (piece,), none, none, file, at, carried=True))
     return out
 
 
-def lay_out(tensors: Sequence[Stored], most: int) -> tuple[Layout, list[TargetFile]]:
+def lay_out(tensors: Sequence[Row], most: int) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of carried tensors beside a Megatron checkpoint.
 
     most: bytes of a file.
     """
     if not tensors:
         return Layout([], [], {}), []
-    places = place(rows(tensors), most, STEM)
+    places = place(list(tensors), most, STEM)
     outputs = [file._replace(path=BESIDE + file.path) for file in places.outputs]
     found = placed(tensors, places)
     return Layout([file.path for file in outputs], found, shapes(found)), outputs
@@ -207,11 +214,11 @@ def shown(folder: Path | None) -> dict[str, Any] | None:
     }
 
 
-def facts(tensors: Sequence[Stored]) -> dict[str, Any]:
+def facts(tensors: Sequence[Row]) -> dict[str, Any]:
     """Returns the manifest's entry on carried tensors: their number, their bytes, and a digest of
     their keys, dtypes and shapes.
     """
-    listed = sorted(rows(tensors))
+    listed = sorted(tensors)
     digest = hashlib.sha256(repr([tuple(row) for row in listed]).encode()).hexdigest()[:16]
     return {"tensors": len(listed), "bytes": sum(row.nbytes for row in listed), "digest": digest}
 
@@ -227,7 +234,7 @@ def of_checkpoint(
     """
     if family is not None and is_part(family.forms):
         kept = None if own is None else beside(own, family)
-        if kept and (not isinstance(recorded, dict) or facts(kept.stored) == recorded):
+        if kept and (not isinstance(recorded, dict) or facts(of(kept)) == recorded):
             return kept
         if like is not None and (given := beside(like, family)) is not None:
             return given

@@ -56,7 +56,7 @@ class HuggingFaceRequest(LayoutRequest, frozen=True):
     """The description of a new Hugging Face directory."""
 
     max_shard_size: int  # bytes
-    carried: tuple[Stored, ...] = ()  # of the source: tensors to write unchanged
+    carried: tuple[Row, ...] = ()  # of the source: tensors to write unchanged
     quantize: str | None = None  # the form in which the weights of linear layers are quantised
 
 
@@ -185,7 +185,7 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
                 rows = _quantised(form, rows[0])
             ranked += [(order[i], row, r, i, part) for part, row in enumerate(rows)]
     ranked.sort(key=lambda row: row[0])
-    rows = [*carried.rows(request.carried), *(row[1] for row in ranked)]
+    rows = [*request.carried, *(row[1] for row in ranked)]
     placed = place(rows, request.max_shard_size, STEM)
     first = len(request.carried)
     index_of = {(r, i, part): n for n, (*_, r, i, part) in enumerate(ranked, first)}

@@ -11,6 +11,9 @@ Each packing is written once, as a list of boxes and their places, in storage or
     swapped  [ a1 | a0 ]                     along axis 1, the halves of one tensor
     halved   [ a0 a2 a4 | a1 a3 a5 ]         along axis 0, the halves of each group of one tensor:
                                              all first ones, then all second ones
+    heads    [ a0 a2 a4 | a1 a3 a5 ]         along axis 0, the heads of a tensor [q | k | v]: q, k
+                                             and v of one head after the other; several tensors,
+                                             such as those of all layers, follow each other
 
 Before megatron-core, Megatron-LM packed q, k and v in three ways: `gated` (checkpoint_version 0),
 `interleaved` (1) and `qkv` (2 and 3; checkpointing.py, fix_query_key_value_ordering).
@@ -133,6 +136,22 @@ def halved(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed(shape, tuple(placed), (shape[0],))
 
 
+def heads(shapes: Sequence[Shape], groups: int) -> Packed:
+    rest = shapes[0][1:]
+    zeros = (0,) * len(rest)
+    placed, at = list[Placed](), 0
+    for m, shape in enumerate(shapes):
+        if shape[0] % (3 * groups) or shape[1:] != rest:
+            raise PackingError(f"{list(shape)} does not fall into q, k and v of {groups} heads")
+        rows = shape[0] // (3 * groups)
+        for first in range(groups):
+            for part in range(3):
+                box = Box(((part * groups + first) * rows, *zeros), (rows, *rest))
+                placed.append(Placed(m, box, (at, *zeros)))
+                at += rows
+    return Packed((at, *rest), tuple(placed), (at,))
+
+
 PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "one": one,
     "concat": concat,
@@ -141,6 +160,7 @@ PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "interleaved": interleaved,
     "swapped": swapped,
     "halved": halved,
+    "heads": heads,
 }
 TP_KINDS = ("column", "row", "vocab", "replicated")
 
@@ -156,9 +176,9 @@ def shard(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:
     They are in the order in which its shard stacks them along axis 0.
     """
     shape = packed.shape
-    zeros = (0,) * (len(shape) - 1)
     if kind == "replicated" or size == 1:
-        return [Box((0, *zeros), shape)]
+        return [whole_box(shape)]
+    zeros = (0,) * (len(shape) - 1)
     if kind == "row":
         n = _divide(shape[1], size, "columns")
         return [Box((0, rank * n), (shape[0], n))]
@@ -185,6 +205,8 @@ def buffer(
     names: logical names of the members. A name that comes again is a further copy.
     transposed: the buffer stores the transpose of the stack.
     """
+    if not packed.shape:  # a single number
+        return (), (Piece(names[0], whole_box(()), 0, (), packed.offset),)
     shape = (sum(b.shape[0] for b in boxes), *boxes[0].shape[1:])
     strides = row_major(shape[::-1])[::-1] if transposed else row_major(shape)
     pieces, above = [], 0

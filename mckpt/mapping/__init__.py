@@ -23,9 +23,18 @@ from mckpt.mapping.reading import (
 from mckpt.mapping.rule import Bound, Rule, key_pattern
 from mckpt.mapping.schema import plain, schema
 from mckpt.mapping.stacked import in_memory, renamed, with_stacked_experts
+from mckpt.mapping.towers import Tower
+from mckpt.mapping.whole import (
+    LAYERS,
+    dialect_of_whole,
+    of_whole_model,
+    text_dialect,
+    whole_dialect,
+)
 
 __all__ = [
     "KINDS",
+    "LAYERS",
     "NO_MTP",
     "Bound",
     "Dims",
@@ -33,8 +42,10 @@ __all__ = [
     "MappingFile",
     "Rule",
     "Scope",
+    "Tower",
     "dialect_for",
     "dialect_of",
+    "dialect_of_whole",
     "digest_of",
     "equal",
     "family_with",
@@ -51,14 +62,17 @@ __all__ = [
     "misfits",
     "names",
     "of_others",
+    "of_whole_model",
     "parse_setting",
     "plain",
     "refused",
     "schema",
+    "text_dialect",
     "to_keep",
     "typed",
     "unknown_args",
     "unread_keys",
+    "whole_dialect",
     "with_head",
     "with_stacked_experts",
     "without_mtp",

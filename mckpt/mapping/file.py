@@ -36,7 +36,8 @@ from mckpt.mapping.forms import (
 )
 from mckpt.mapping.registration import Registration
 from mckpt.mapping.rule import Bound, Rule
-from mckpt.mapping.schema import SHAPE, schema
+from mckpt.mapping.schema import SHAPE, TOWER, schema
+from mckpt.mapping.towers import Tower
 
 Dims = dict[str, Any]
 NO_MTP = "of multi-token prediction, which --no-mtp leaves out"
@@ -149,6 +150,11 @@ class MappingFile(Struct, frozen=True):
     verify: Mapping[str, Any] = {}
     registration: Registration = Registration()  # the order of the parameters of a dialect
     head: str = ""  # its name in heads.yaml, where that describes the model
+    # of a family: trainer -> how it stores the towers beside the text model
+    towers: Mapping[str, Tower] = {}
+    # of the dialect of a whole model: its towers, and the shapes of their tensors by logical name
+    whole: Tower | None = None
+    tower: Mapping[str, tuple[int, ...]] = {}
 
     # ---- versions of megatron-core
 
@@ -211,7 +217,8 @@ class MappingFile(Struct, frozen=True):
         """Returns the names that a `when` can use, and their values: dims, choices, derived values
         and others that are given (pp).
         """
-        first = {"form": next(iter(self.forms))} if self.forms else {}
+        first: dict[str, Any] = {"form": next(iter(self.forms))} if self.forms else {}
+        first |= {TOWER: self.tower} if self.tower else {}
         scope = {**dims, **first, **chosen}
         for name, expression in self.derive.items():
             scope[name] = expression(scope)

@@ -23,6 +23,7 @@ from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule import COUNT, Parse, Rule, first_key, read_rules
 from mckpt.mapping.schema import extend, nearest, schema
 from mckpt.mapping.shorthand import expanded, with_defaults, with_second_names
+from mckpt.mapping.towers import read_towers
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
@@ -69,6 +70,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "objects": Node,
     "config": (str, list),
     "forms": Node,
+    "towers": Node,
     "notes": list,
     "placeholders": list,
     "needs": list,
@@ -495,6 +497,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         memory=dict(root.get("memory") or {}),
         verify=dict(root.get("verify") or {}),
         registration=read_registration(root.get("registration") or {}, problems),
+        towers=dict(read_towers(root, problems)),
     )
     if of_user:
         problems += _undeclared(found, root)

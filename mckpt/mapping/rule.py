@@ -12,7 +12,7 @@ from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression
 from mckpt.mapping.nodes import BRACES, Node
-from mckpt.mapping.schema import nearest, schema
+from mckpt.mapping.schema import CARRIED, nearest, schema
 from mckpt.values.dtypes import TABLE
 
 
@@ -43,6 +43,14 @@ class Rule(NamedTuple):
     encoder: bool = False  # {layer} counts the layers of the encoder, not those of the decoder
     # the value of all elements where a source does not have the tensor; None: it must be there
     absent: float | None = None
+    # how many layers of a tower the stored tensor holds along a leading axis; the packed tensor has
+    # their rows one after the other. 0: it has no such axis
+    stack: int = 0
+
+    @property
+    def carried(self) -> bool:
+        """Returns whether it is a tensor of a tower, which keeps its dtype."""
+        return bool(self.of) and self.of[0].startswith(CARRIED) and "@" not in self.of[0]
 
     @property
     def condition(self) -> str:

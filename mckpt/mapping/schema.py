@@ -12,6 +12,10 @@ from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.nodes import FOLDER, Node, parse
 
 FACTORS = ("lora_A", "lora_B")  # of an adapter, behind the name of the weight
+CARRIED = (
+    "carried."  # starts the names of tensors that no mapping describes, such as those of towers
+)
+TOWER = "tower"  # in a scope: the shapes of those tensors of them that Megatron has, by name
 MAGNITUDE = "lora_magnitude"  # of an adapter with DoRA
 _TYPES: dict[str, Any] = {
     "int": int,
@@ -63,7 +67,10 @@ class Schema(NamedTuple):
         """
         dims, name = self.of_shape(name, dims), plain(name)
         weight, _, factor = name.partition("@")[0].partition(":")
-        shape = tuple(e(dims) for e in self.tensors[weight].shape)
+        if weight.startswith(CARRIED):
+            shape = tuple(dims[TOWER][weight])
+        else:
+            shape = tuple(e(dims) for e in self.tensors[weight].shape)
         if not factor:
             return shape
         side, _, rank = factor.rpartition(".")
@@ -93,7 +100,8 @@ class Schema(NamedTuple):
 
     def differs(self, name: str) -> bool:
         """Returns whether the shape of a logical tensor depends on a dim of `by_layer`."""
-        return any(e.names & self.by_layer().keys() for e in self.tensors[plain(name)].shape)
+        spec = self.tensors.get(plain(name))  # none for a tensor of a tower
+        return spec is not None and any(e.names & self.by_layer().keys() for e in spec.shape)
 
     def check(self, name: str, value: Any) -> Any:
         """Returns the value if the dim can have it; raises ValueError with the reason if not."""

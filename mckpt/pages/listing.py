@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mckpt.errors import printable
-from mckpt.formats import carried
 from mckpt.formats.base import Names
 from mckpt.formats.megatron.optimizer import holds_state
 from mckpt.geometry.box import Layout, Stored
@@ -113,7 +112,7 @@ class Numbering:
     def keys(self, s: Stored) -> list[str]:
         fields = self.of(s)
         if not fields:
-            return [carried.key_of(s) if s.carried else s.key] * len(s)
+            return [s.key] * len(s)
         rows = zip(*(numbers.tolist() for numbers in fields.values()), strict=True)
         return [s.key.format(layer=n, expert=e, mtp=m) for n, e, m in rows]
 
@@ -132,7 +131,7 @@ def groups(layout: Layout, numbering: Numbering) -> list[Group]:
     out = []
     for s in layout.stored:
         fields = numbering.of(s)
-        words = [carried.key_of(s) if s.carried else s.key]
+        words = [s.key]
         if fields:
             words = _FIELD.split(numbering.template(s))
         kind = "weight"

@@ -61,6 +61,7 @@ class Facts(TypedDict, total=False):
     casts: list[str]
     inexact: dict[str, str]
     carried: dict[str, Any]
+    tower_keys: list[str]
     adapter: dict[str, Any]
     optimizer: dict[str, Any]
     left_behind: list[str]

@@ -72,7 +72,11 @@ class Values:
         carries none of them.
         """
         known = not right.is_megatron or carried.of(right.layout)
-        return set() if known else {carried.name_of(s) for s in carried.of(left.layout)}
+        return (
+            set()
+            if known
+            else {carried.name_of(row.key).format() for row in carried.of(left.layout)}
+        )
 
     def not_compared(self, left: Checkpoint, right: Checkpoint) -> list[str]:
         """Returns the reasons why equal values prove nothing; empty if they prove equality."""

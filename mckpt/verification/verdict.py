@@ -448,4 +448,4 @@ def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
     always = {
         name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of
     }
-    return always | {name: list[str]() for name in carried.shapes(checkpoint.layout.stored)}
+    return always | {name: list[str]() for name in carried.names(checkpoint.layout)}

@@ -28,10 +28,17 @@ from mckpt.containers.dcp_metadata import Metadata, read_metadata
 from mckpt.containers.entries import Entry, Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
-from mckpt.formats.base import Names, Problems, Shown, group, packed
+from mckpt.formats.base import (
+    Names,
+    Problems,
+    Shown,
+    group,
+    packed,
+    stored_buffer,
+    stored_shape,
+)
 from mckpt.formats.megatron.torch_dist_writing import MARKER, METADATA
 from mckpt.geometry.box import Box, Stored, range_boxes, row_major
-from mckpt.geometry.packing import buffer
 from mckpt.lazy import pattern
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
@@ -144,10 +151,10 @@ class Chunked(ABC):
                         and size[len(axes)] >= whole.shape[0]
                     ):
                         whole = packed(b.rule, scope, size[len(axes)])
-                    if size != (*axes, *whole.shape):
+                    wanted = (*axes, *stored_shape(b.rule, whole))
+                    if size != wanted:
                         problems.missing(
-                            f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its"
-                            " dims"
+                            f"{key} is {list(size)}, and should be {list(wanted)} by its dims"
                         )
                         continue
                     for _, offsets, sizes in sorted(
@@ -160,7 +167,7 @@ class Chunked(ABC):
                         ):
                             found.setdefault(region, []).extend(entries)
                 for region, entries in found.items():
-                    shape, pieces = buffer(whole, [region], b.rule.of)
+                    shape, pieces = stored_buffer(b.rule, whole, region)
                     stored += group(
                         b.rule.key,
                         shape,
@@ -169,6 +176,7 @@ class Chunked(ABC):
                         problems,
                         replica=b.rule.alias,
                         padding=b.rule.tp == "vocab",
+                        carried=b.rule.carried,
                     )
         return stored
 
@@ -188,6 +196,9 @@ class Chunked(ABC):
         instance: the layer and expert of the key, where it names them. layers: those of the rule.
         """
         layer, expert = instance
+        if b.rule.stack:
+            yield from self._layers_of_tower(key, offsets, sizes, files)
+            return
         dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
         size = itemsize(dtype)
         file, at = self.place(key, offsets, sizes, files)
@@ -210,6 +221,26 @@ class Chunked(ABC):
             at += math.prod(box.shape) * size
             if entries and all(region.shape):
                 yield region, entries
+
+    def _layers_of_tower(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
+    ) -> Iterator[tuple[Box, list[tuple[int, int, Entry]]]]:
+        """Yields the parts of one chunk of a tensor with the layers of a tower, one for each of
+        them. The regions count the rows of all layers.
+        """
+        dtype, whole, _ = self.metadata.tensors[key]
+        rows = self.metadata.flattened.get(key, whole)[1]
+        file, at = self.place(key, offsets, sizes, files)
+        strides = self.strides(key, sizes)
+        for box in self._boxes(key, offsets, sizes):
+            steps, shape = strides or row_major(box.shape), tuple(box.shape[1:])
+            view = None if steps[1:] == row_major(shape) else steps[1:]
+            for n in range(box.shape[0]):
+                first = (box.offset[0] + n) * rows + box.offset[1]
+                start = at + n * steps[0] * itemsize(dtype)
+                entry = Entry(dtype, shape, file, start, view)
+                yield Box((first, *box.offset[2:]), shape), [(0, 0, entry)]
+            at += math.prod(box.shape) * itemsize(dtype)
 
     def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
         """Returns the boxes of a tensor whose elements a chunk holds, one box after the other.

@@ -42,16 +42,26 @@ _CHECKPOINT = {
 
 
 def run_config_dims(
-    path: Path, file: MappingFile, known: Mapping[str, Any], given: Mapping[str, Any]
+    path: Path,
+    file: MappingFile,
+    known: Mapping[str, Any],
+    given: Mapping[str, Any],
+    family: MappingFile | None = None,
 ) -> Dims:
     """Returns the dims that a run_config.yaml states.
 
     known: dims from elsewhere; raises MappingError if the file contradicts one. given: dims that
-    replace those of the file.
+    replace those of the file. family: that of the model.
     """
     # the model does not depend on these, so a run may have chosen others
-    free = {n: v for n, v in known.items() if n in file.dims and file.dims[n].free}
-    return file.read(read_model(path), known, str(path), {**free, **given})
+    specs = file.dims, family.dims if family else {}
+    free = {n: v for n, v in known.items() if any(n in dims and dims[n].free for dims in specs)}
+    model, true = read_model(path), known.get("vocab_size")
+    if true is not None and model.get("should_pad_vocab") is False:
+        # its vocab_size may be the number of rows with padding, as an optimizer's state needs them
+        rows = model.get("vocab_size")
+        free |= {"vocab_size": true} if isinstance(rows, int) and true <= rows else {}
+    return file.read(model, known, str(path), {**free, **given})
 
 
 def run_config_text(path: Path) -> str:
@@ -93,7 +103,8 @@ def mapping_file(dialect: MappingFile, path: Path = Path(RUN_CONFIG)) -> Mapping
     """
     trainer, _ = _NEMO.get(path.name, (dialect.trainer, None))
     files = (mapping.load("run_config", name) for name in mapping.names("run_config"))
-    return next((file for file in files if file.trainer == trainer), None)
+    file = next((file for file in files if file.trainer == trainer), None)
+    return mapping.of_whole_model(file) if file and dialect.whole else file
 
 
 def model_section(

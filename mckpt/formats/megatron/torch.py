@@ -266,6 +266,7 @@ class Torch:
                         problems,
                         replica=shard.replica,
                         padding=b.rule.tp == "vocab",
+                        carried=b.rule.carried,
                     )
         unknown = ((k, f"{d}: {k}") for d, models in left.items() for m in models for k in m)
         problems.unknown(unknown, dialect.path.name)

@@ -12,7 +12,14 @@ from msgspec.structs import replace
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata, metadata_file
 from mckpt.errors import UsageError
-from mckpt.formats.base import dtype_of, file_order, packed, shapes_of
+from mckpt.formats.base import (
+    dtype_of,
+    file_order,
+    packed,
+    shapes_of,
+    stored_buffer,
+    stored_shape,
+)
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
     common_of,
@@ -25,7 +32,7 @@ from mckpt.formats.megatron.optimizer import (
     states_of,
 )
 from mckpt.geometry.box import Box, Layout, Stored, whole_box
-from mckpt.geometry.packing import PackingError, buffer, shard
+from mckpt.geometry.packing import PackingError, shard
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, Scope
@@ -133,9 +140,9 @@ def _parts(
         for key, _ in b.global_keys():
             if (known := tensors.get(key)) is not None and known[0] != dtype:
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}; give --dtype")
-            tensors[key] = (dtype, (*axes, *whole.shape))
+            tensors[key] = (dtype, (*axes, *stored_shape(b.rule, whole)))
         for region in regions_of(b, whole, dtype, parallel):
-            shape = (*(1,) * len(axes), *region.shape)
+            shape = (*(1,) * (len(axes) + bool(b.rule.stack)), *region.shape)
             if (dtype, shape) not in containers:
                 containers[dtype, shape] = torch_file.lay_out(
                     safe_pickle.tensor(dtype, shape, "0"), "archive"
@@ -168,8 +175,10 @@ def _indexed(part: _Region, own: _PlacedChunks) -> tuple[list[Chunks], Items]:
     """Returns the chunks of one part as `.metadata` lists them, by key, and their items."""
     b = part.bound
     index = {"layer": b.places(own.layer), "expert": own.expert}
-    offsets = np.empty((len(own.part), len(part.shape)), "i8")
-    for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *part.region.offset]):
+    offsets, inner = np.empty((len(own.part), len(part.shape)), "i8"), part.region.offset
+    if b.rule.stack:  # a region is one layer of a tower
+        inner = (inner[0] // part.region.shape[0], 0, *inner[1:])
+    for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *inner]):
         offsets[:, axis] = offset
     key_of = {layer: key for key, layer in b.global_keys()}
     if len(key_of) > 1:
@@ -190,10 +199,15 @@ def _stored(request: MegatronRequest, part: _Region, own: _PlacedChunks) -> Stor
     """Returns the chunks of one part as boxes of logical tensors."""
     rule = part.bound.rule
     whole = packed(rule, request.names.scope(), request.padded_vocab_size)
-    shape, pieces = buffer(whole, [part.region], rule.of)
+    shape, pieces = stored_buffer(rule, whole, part.region)
     where = own.layer, own.expert, own.file, own.at + part.container.data["0"][0]
     padding = rule.tp == "vocab"
-    return Stored(rule.key, part.dtype, shape, pieces, *where, replica=rule.alias, padding=padding)
+    return Stored(
+        *(rule.key, part.dtype, shape, pieces, *where),
+        replica=rule.alias,
+        padding=padding,
+        carried=rule.carried,
+    )
 
 
 def _objects(request: MegatronRequest) -> list[tuple[torch_file.TorchFile, list[str]]]:
@@ -271,6 +285,12 @@ def regions_of(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box
     """Returns the chunks of one layer's tensor: one chunk, or for a large tensor the shard of each
     rank of the target.
     """
+    if b.rule.stack:
+        rows, zeros = whole.shape[0] // b.rule.stack, (0,) * (len(whole.shape) - 1)
+        layers = range(b.rule.stack)
+        return [Box((n * rows, *zeros), (rows, *whole.shape[1:])) for n in layers]
+    if b.rule.carried:
+        return [whole_box(stored_shape(b.rule, whole))]
     ways = parallel.expert_tp if "expert" in b.rule.indices else parallel.tp
     try:
         shards = (
@@ -294,7 +314,7 @@ def object_keys(b: Bound, scope: Scope) -> list[str]:
     """key/shard_I_N of a rule without tensors, once for each index that its key does not name
     (ShardedObject.unique_key).
     """
-    sizes = b.axes(scope) or (1,)
+    sizes = b.axes(scope) or (b.rule.stack or 1,)
     of = ".".join(map(str, sizes))
     shards = [
         f"/shard_{'.'.join(index)}_{of}"

@@ -74,8 +74,11 @@ def local(
     b: Bound, whole: Packed, rank: int, ways: int
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Returns shape and pieces of the shard of one tensor rank of `ways`."""
+    kind = b.rule.tp
+    if b.rule.transposed:  # the packed tensor is the transpose of what the ranks share
+        kind = {"column": "row", "row": "column"}.get(kind, kind)
     try:
-        return buffer(whole, shard(whole, b.rule.tp, rank, ways), b.rule.of)
+        return buffer(whole, shard(whole, kind, rank, ways), b.rule.of, b.rule.transposed)
     except PackingError as e:
         which = "etp" if "expert" in b.rule.indices else "tp"
         raise UsageError(f"{b.rule.key} {list(whole.shape)}: {e} ({which})") from None

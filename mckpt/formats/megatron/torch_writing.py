@@ -158,4 +158,9 @@ def _stored(
     ]
     where = np.array(rows, "i8").reshape(-1, 4).T
     padding = b.rule.tp == "vocab"
-    return Stored(key, dtype, shard.shape, pieces, *where, replica=shard.replica, padding=padding)
+    return Stored(
+        *(key, dtype, shard.shape, pieces, *where),
+        replica=shard.replica,
+        padding=padding,
+        carried=named.carried,
+    )
