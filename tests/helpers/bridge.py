@@ -15,6 +15,8 @@ entries; the results stand behind the arrow:
     forward     with a checkpoint: true
                 -> unloaded: parameters that the checkpoint did not fill
                 -> difference: largest difference of a logit from transformers; largest: of a logit
+    image       with a checkpoint of a whole model: true; the logits are those of text and an image
+                -> difference, largest as above; image, text: the difference at these positions
 
 out_dir/NAME.json: ok, error {"0": warnings of Megatron-Bridge and traceback}, and the results.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import logging
 import os
@@ -65,6 +68,7 @@ def run(cases: list[dict[str, Any]], out: Path) -> int:
                     source,
                     Path(case["checkpoint"]),
                     forward=case.get("forward", False),
+                    image=case.get("image", False),
                     exported=case.get("exported", True),
                 )
             else:
@@ -202,7 +206,9 @@ def convert(source: Path, destination: Path) -> dict[str, Any]:
     return {"supported": True}
 
 
-def load(source: Path, checkpoint: Path, *, forward: bool, exported: bool) -> dict[str, Any]:
+def load(
+    source: Path, checkpoint: Path, *, forward: bool, image: bool, exported: bool
+) -> dict[str, Any]:
     """Loads a checkpoint by its run_config.yaml, exports it to Hugging Face as
     AutoBridge.export_ckpt does, and compares every tensor of `source` with the result. All
     parameters are NaN before.
@@ -232,6 +238,7 @@ def load(source: Path, checkpoint: Path, *, forward: bool, exported: bool) -> di
             model = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
         unloaded = [name for name, p in model[0].named_parameters() if p.isnan().any()]
         judged = compare_logits(source, model[0]) if forward else {}
+        judged |= compare_with_image(source, model[0]) if image else {}
         exports = bridge.export_hf_weights(model, cpu=True, show_progress=False) if exported else ()
         for name, found in exports:
             expected = wanted.pop(name, None)
@@ -271,19 +278,92 @@ def filled_before(load_weights: Any) -> Any:
     return filled
 
 
-def compare_logits(source: Path, model: Any) -> dict[str, float]:
-    """Returns the largest difference between the logits of Megatron-Bridge's model and those of
-    transformers, and the largest logit.
-    """
+def reference_of(source: Path) -> Any:
+    """Returns the model as transformers computes it."""
     published = json.loads((source / "config.json").read_text())
     kind = tiny.class_of(published)
     with tempfile.TemporaryDirectory() as folder:
-        reference = kind.from_pretrained(
+        return kind.from_pretrained(
             renamed.for_transformers(source, Path(folder) / "hf"),
             config=kind.config_class.from_dict(renamed.config(published)),
             dtype=torch.float32,
             attn_implementation="eager",
         ).eval()
+
+
+def noise(config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Returns tokens [1, length] with an image of noise among them, the image as the model takes
+    it, and the places of the image [1, length].
+    """
+    drawn = torch.manual_seed(3)
+    stated = {v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
+    words = torch.tensor([n for n in range(config.get_text_config().vocab_size) if n not in stated])
+    vision = config.vision_config
+    if grid := hasattr(vision, "spatial_merge_size"):
+        side, patch = 2 * vision.spatial_merge_size, vision.temporal_patch_size
+        patch *= 3 * vision.patch_size**2
+        more = {
+            "pixel_values": torch.randn(side * side, patch, generator=drawn),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+        count = side * side // vision.spatial_merge_size**2
+    else:
+        size = vision.image_size
+        more = {"pixel_values": torch.randn(1, 3, size, size, generator=drawn)}
+        count = config.mm_tokens_per_image
+    edges = [[config.vision_start_token_id], [config.vision_end_token_id]] if grid else [[], []]
+    text = words[torch.randint(len(words), (2, 8), generator=drawn)].tolist()
+    places = [config.image_token_id] * count
+    tokens = torch.tensor([[*text[0], *edges[0], *places, *edges[1], *text[1]]])
+    return tokens, more, tokens == config.image_token_id
+
+
+def compare_with_image(source: Path, model: Any) -> dict[str, float]:
+    """Returns the largest difference between the logits of Megatron-Bridge's whole model and those
+    of transformers, for text with an image: of all positions, of the image and of the text.
+    """
+    reference = reference_of(source)
+    tokens, more, image = noise(reference.config)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            with contextlib.suppress(AttributeError):
+                module.config.apply_rope_fusion = module.config.moe_permute_fusion = False
+        if type(module).__name__ == "Qwen3VLVisionPatchMerger":
+            # Megatron-Bridge takes the approximation by tanh here, and transformers does not
+            module.activation_func = torch.nn.functional.gelu
+    kinds = {"token_type_ids": image.long(), "mm_token_type_ids": image.int()}
+
+    def known(function: Any) -> dict[str, torch.Tensor]:
+        names = inspect.signature(function).parameters
+        return {name: value for name, value in (more | kinds).items() if name in names}
+
+    length = tokens.shape[1]
+    hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    own_mask = "position_embedding_type" in vars(model)  # it makes its mask from the tokens
+    with torch.no_grad():
+        wanted = reference(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), **known(reference.forward)
+        ).logits
+        found = model.eval()(
+            input_ids=tokens,
+            position_ids=None,
+            attention_mask=None if own_mask else hidden,
+            **known(model.forward),
+        )[..., : wanted.shape[-1]]
+    apart = (found - wanted).abs().amax(-1)
+    return {
+        "difference": apart.max().item(),
+        "image": apart[image].max().item(),
+        "text": apart[~image].max().item(),
+        "largest": wanted.abs().max().item(),
+    }
+
+
+def compare_logits(source: Path, model: Any) -> dict[str, float]:
+    """Returns the largest difference between the logits of Megatron-Bridge's model and those of
+    transformers, and the largest logit.
+    """
+    reference = reference_of(source)
     config = reference.config
     length = min(config.max_position_embeddings, 96)
     tokens = torch.randint(config.vocab_size, (2, length), generator=torch.manual_seed(1))

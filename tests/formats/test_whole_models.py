@@ -1,0 +1,164 @@
+"""Whole multimodal models: their towers are in the Megatron checkpoint.
+
+Megatron-Bridge's and ms-swift's own checkpoints are compared in tests/judge/test_bridge.py. Here
+torch reads what mckpt writes, and numpy says what the tensors of a tower should be.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mckpt
+from mckpt import mapping
+from mckpt.errors import SourceError, UsageError
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping.towers import NUMBER, TowerTensor
+from mckpt.options import SourceOptions
+from tests.helpers.bridge_facts import tensors
+from tests.helpers.commands import mckpt as command
+from tests.helpers.tiny import TinyModel
+
+# each with every kind of entry that a tower has: packed heads, a transposed projection, starts of
+# names, single numbers, and a text model in another dialect than that of its family
+CASES = ("qwen3_vl", "gemma3_vl", "qwen2_5_vl", "qwen3_5_vl", "gemma4_audio")
+
+
+def by_head(stored: np.ndarray, heads: int) -> np.ndarray:
+    """Returns [q | k | v] as Megatron has it: q, k and v of one head after the other."""
+    parts = stored.reshape(3, heads, -1, *stored.shape[1:])
+    return parts.swapaxes(0, 1).reshape(stored.shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_model_comes_back(case: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """In both trainers' names, at other sizes, as the text model with its towers beside it, and as
+    a Hugging Face directory, every tensor is equal.
+    """
+    source = tiny_model(case)
+    mckpt.plan(source, tmp_path / "a", towers="bridge", parallel=Parallel(tp=2)).run()
+    made, count = [tmp_path / "a"], len(mckpt.open(source))
+    infinite = case == "gemma4_audio"  # a new tower of sound has infinite bounds
+    family = mapping.load("hf", mapping.family_with(config(source)["architectures"][0]))
+    for number, trainer in enumerate([*family.towers, "beside"]):
+        made.append(tmp_path / str(number))
+        mckpt.plan(made[-2], made[-1], format="torch_dist", towers=trainer).run()
+    made.append(tmp_path / "hf")
+    mckpt.plan(tmp_path / "a", made[-1], format="hf").run()
+    for one in made:
+        found = mckpt.diff(source, one)
+        assert not found and found.same == count, one
+        assert infinite or command("check", one).code == 0, one
+    assert not list((tmp_path / "a").rglob("carried*"))
+    for name in ("model.safetensors.index.json", "config.json"):
+        assert (source / name).exists() == (made[-1] / name).exists()
+
+
+def test_the_tensors_of_a_tower_are_those_of_numpy(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("qwen3_vl", "float32")
+    stored, heads = load_file(source / "model.safetensors"), config(source)["vision_config"]
+    mckpt.plan(source, tmp_path / "a", towers="bridge").run()
+    found = {name: tensor.numpy() for name, tensor in tensors(tmp_path / "a").items()}
+    layers = "vision_model.decoder.layers."
+    for end in ("weight", "bias"):
+        blocks = [f"model.visual.blocks.{n}." for n in range(heads["depth"])]
+        packed = [by_head(stored[f"{b}attn.qkv.{end}"], heads["num_heads"]) for b in blocks]
+        wanted = {
+            f"{layers}self_attention.linear_qkv.{end}": packed,
+            f"{layers}self_attention.linear_proj.{end}": [
+                stored[f"{b}attn.proj.{end}"] for b in blocks
+            ],
+            f"{layers}mlp.linear_fc1.layer_norm_{end}": [stored[f"{b}norm2.{end}"] for b in blocks],
+        }
+        for key, parts in wanted.items():
+            assert np.array_equal(found[key], np.stack(parts)), key
+    assert np.array_equal(
+        found["vision_model.pos_embed.weight"], stored["model.visual.pos_embed.weight"]
+    )
+    # in a torch checkpoint of ms-swift every rank has the tower under transformers' names
+    mckpt.plan(
+        source, tmp_path / "s", towers="swift", format="torch", parallel=Parallel(tp=2)
+    ).run()
+    for rank in range(2):
+        model = read(tmp_path / "s" / "release" / f"mp_rank_{rank:02}" / "model_optim_rng.pt")
+        for key, array in stored.items():
+            if key.startswith("model.visual."):
+                assert np.array_equal(model[key.replace("model.", "visual.", 1)].numpy(), array)
+
+
+def test_a_projection_is_stored_transposed(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("gemma3_vl", "float32")
+    stored = load_file(source / "model.safetensors")
+    mckpt.plan(source, tmp_path / "a", towers="bridge").run()
+    (key,) = (key for key in stored if key.endswith("mm_input_projection_weight"))
+    found = tensors(tmp_path / "a")["multi_modal_projector.proj.weight"].numpy()
+    assert np.array_equal(found, stored[key].T)
+
+
+def test_a_tower_that_misses_a_tensor_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The directory of --like, or the manifest, shows what is missing."""
+    source, changed = tiny_model("qwen2_5_vl"), tmp_path / "changed"
+    changed.mkdir()
+    stored = load_file(source / "model.safetensors")
+    lost = stored.pop("visual.merger.ln_q.weight")
+    save_file(stored, changed / "model.safetensors")
+    (changed / "config.json").write_bytes((source / "config.json").read_bytes())
+    mckpt.plan(changed, tmp_path / "a", towers="bridge").run()
+    with pytest.raises(SourceError, match=r"lack tensors.*\n.*visual\.merger\.ln_q\.weight"):
+        len(mckpt.Checkpoint.open(tmp_path / "a", SourceOptions(like=source)))
+    manifest = next((tmp_path / "a").rglob("mckpt.json"))
+    recorded = json.loads(manifest.read_text())
+    recorded["carried"]["digest"] = "0" * 16
+    manifest.write_text(json.dumps(recorded))
+    with pytest.raises(SourceError, match="records"):
+        len(mckpt.open(tmp_path / "a"))
+    assert lost.size
+
+
+@pytest.mark.parametrize(
+    ("case", "towers", "words"),
+    [
+        ("qwen3", "bridge", "has no towers"),
+        ("gemma3_vl", "swift", "those that it knows: bridge"),
+    ],
+)
+def test_towers_that_cannot_be_written_are_refused(
+    case: str, towers: Any, words: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        mckpt.plan(tiny_model(case), tmp_path / "a", towers=towers)
+
+
+def test_towers_beside_need_the_model_s_config(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("qwen3_vl")
+    mckpt.plan(source, tmp_path / "a", towers="bridge").run()
+    for path in (tmp_path / "a" / "hf").iterdir():
+        path.unlink()
+    (tmp_path / "a" / "hf").rmdir()
+    next((tmp_path / "a").rglob("mckpt.json")).unlink()
+    with pytest.raises(UsageError, match="give --like"):
+        mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch_dist", towers="beside")
+    known = mckpt.Checkpoint.open(tmp_path / "a", SourceOptions(like=source))
+    assert not mckpt.diff(source, known)
+
+
+def test_an_entry_names_the_layers_of_both_sides() -> None:
+    entry = TowerTensor(f"v.blocks.{NUMBER}.qkv", f"vision.layers.{NUMBER}.linear_qkv")
+    assert entry.key_of("v.blocks.11.qkv") == ("vision.layers.11.linear_qkv", 11)
+    assert entry.stored_key("vision.layers.3.linear_qkv") == ("v.blocks.3.qkv", 3)
+    assert entry.key_of("v.blocks.x.qkv") is None and entry.key_of("v.blocks.1.q") is None
+
+
+def config(directory: Path) -> Any:
+    return json.loads((directory / "config.json").read_text())
+
+
+def read(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=False)["model"]
