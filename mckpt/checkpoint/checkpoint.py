@@ -212,6 +212,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 f" {recorded.get('tensors')} of other names, shapes or dtypes. Copy the checkpoint"
                 " again"
             )
+        if missing := carried.gaps(row.key for row in found):
+            raise SourceError.of(f"{self.path}: its towers miss tensors:", missing)
         if missing := sorted(self.model.described_towers - {row.key for row in found}):
             raise SourceError.of(
                 f"{self.path}: its towers lack tensors that {self.files.options.like} has:", missing
