@@ -48,9 +48,19 @@ def whole_dialect(
         raise MappingError.of(
             f"the model of {tower.trainer} has no place for tensors of the towers:", unknown
         )
-    depths = {}
+    depths: dict[str, int] = {}
     for entry, layers in stacks.items():
-        depths[entry.key.partition(NUMBER)[0]] = len(layers)
+        start = entry.key.partition(NUMBER)[0]
+        depths[start] = max(depths.get(start, 0), 1 + max(layers))
+    missing = [
+        entry.stored.replace(NUMBER, str(n))
+        for entry, layers in stacks.items()
+        for n in range(depths[entry.key.partition(NUMBER)[0]])
+        if n not in layers
+    ]
+    if missing:
+        raise MappingError.of("the towers miss tensors that other layers of them have:", missing)
+    for entry, layers in stacks.items():
         members = [layers[n] for n in sorted(layers)]
         when = f"dist and {LAYERS} == 'stacked'"
         rules.append(_rule(stacked(entry.key), members, entry, config, when, len(members)))

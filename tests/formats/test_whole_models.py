@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt import mapping
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.towers import NUMBER, TowerTensor
 from mckpt.options import SourceOptions
@@ -118,6 +118,19 @@ def test_a_tower_that_misses_a_tensor_is_refused(tiny_model: TinyModel, tmp_path
     with pytest.raises(SourceError, match="records"):
         len(mckpt.open(tmp_path / "a"))
     assert lost.size
+
+
+def test_layers_that_lack_a_tensor_are_not_stacked(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Also if it is one of the last layer, which may differ in other models."""
+    source, changed = tiny_model("qwen3_vl"), tmp_path / "changed"
+    changed.mkdir()
+    stored = load_file(source / "model.safetensors")
+    last = config(source)["vision_config"]["depth"] - 1
+    del stored[f"model.visual.blocks.{last}.attn.qkv.bias"]
+    save_file(stored, changed / "model.safetensors")
+    (changed / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(MappingError, match=rf"miss.*\n.*blocks\.{last}\.attn\.qkv\.bias"):
+        mckpt.plan(changed, tmp_path / "a", towers="bridge")
 
 
 @pytest.mark.parametrize(
