@@ -278,5 +278,6 @@ def test_every_model_has_been_judged_in_every_dialect_and_format() -> None:
     by_bridge = {r["case"] for r in matrix.read() if r["judge"] == "Megatron-Bridge's forward"}
     assert by_bridge >= {*made_models.BRIDGE_MODELS}
     of_bridge = {*made_models.BRIDGE_MODELS, *made_models.BRIDGE_IMAGES}
-    known = {*CASES, *made_models.CASES, *made_models.ENCODER_DECODERS, *of_bridge}
+    newer = made_models.SINCE  # than the transformers of this environment
+    known = {*CASES, *made_models.CASES, *newer, *made_models.ENCODER_DECODERS, *of_bridge}
     assert not {key[0] for key in judged} - known
