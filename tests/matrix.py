@@ -38,6 +38,7 @@ JUDGES = (
     "saved by megatron-core",
     "multi-token prediction",
     "Megatron-Bridge's forward",
+    "mcore-bridge's forward",
     "Megatron-Bridge",
     "layout",
     ACCEPTED,
@@ -61,6 +62,9 @@ transformers:
 - *Megatron-Bridge's forward*: Megatron-Bridge 0.6.2 built the model from the `run_config.yaml` that
   mckpt wrote, filled all parameters with NaN, loaded the checkpoint, which left none of them,
   computed the logits, and exported the weights bit for bit.
+- *mcore-bridge's forward*: mcore-bridge 1.6.5, of ms-swift, built its GPTModel of the Hugging Face
+  directory, filled all parameters with NaN, loaded the checkpoint strictly, computed the logits,
+  and exported the weights bit for bit.
 - *multi-token prediction*: the logits of the layers that predict further tokens are compared with
   those of transformers as well.
 - *layout*: the keys and shapes equal those of the `sharded_state_dict()` of Megatron-Core's model.
@@ -78,7 +82,7 @@ it cannot load latent attention without a latent of the queries (`deepseek-v3-pl
 The dialect tells which model of Megatron-Core loads the checkpoint: `gpt` GPTModel, `hybrid`
 HybridModel (mckpt writes it with `--dialect hybrid`), `bert` BertModel, and `t5` T5Model; `bridge`
 and `bridge_gemma4` are a GPTModel with layers of Megatron-Bridge's own, and `parallel_mamba` is its
-FalconH1Model.
+FalconH1Model; `mcore_bridge` is the GPTModel of ms-swift.
 """
 SIZES = """
 ## The parallel sizes

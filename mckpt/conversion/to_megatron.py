@@ -186,7 +186,9 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
     _ = moved.layout
     parallel = _parallel(source, dialect, target, moved.dims)
     described = dialect.whole is None or bool(dialect.whole.provider)
-    run = target.run_config or (described and not dialect.has_args)
+    # without args, run_config.yaml describes the model, if the trainer has such a file
+    described = described and not dialect.has_args and run_config.mapping_file(dialect) is not None
+    run = target.run_config or described
     target = target.with_(parallel=parallel, run_config=run)
     refuse_sizes(dialect, moved.dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}

@@ -169,6 +169,12 @@ def _loader_for(directory: str) -> Any:
         config = type(transformers.AutoConfig.from_pretrained(directory))
     except ValueError as error:
         why = str(error).partition("\n")[0]
+        # a class of transformers under a model_type of its maker. transformers finds the names of
+        # tensors by that of the class.
+        read = json.loads(Path(directory, "config.json").read_text())
+        named: Any = getattr(transformers, read["architectures"][0], None)
+        if "model_type" in read and hasattr(named, "config_class"):
+            return partial(named.from_pretrained, model_type=named.config_class.model_type)
     else:
         # the model of the other classes contains a text model
         for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):

@@ -128,11 +128,11 @@ def require_core(checkpoint: Checkpoint, as_stored: bool = True) -> None:
             " `mckpt reshard SRC DST --target-dialect DIALECT` writes it for megatron-core; `mckpt"
             " mappings list` lists the dialects"
         )
-    if checkpoint.model.run_config_file is not None and (
-        not dialect.has_args or dialect.inexact(checkpoint.dims)
-    ):
+    described = checkpoint.model.run_config_file is not None
+    if not dialect.has_args or (described and dialect.inexact(checkpoint.dims)):
+        trainer = "Megatron-Bridge" if described else dialect.trainer
         raise UsageError(
-            f"{checkpoint.path}: is for Megatron-Bridge alone, and the models of Megatron-Core are"
+            f"{checkpoint.path}: is for {trainer} alone, and the models of Megatron-Core are"
             " run here, which compute something else; `mckpt verify --level bytes` compares all"
             " values"
         )

@@ -48,8 +48,9 @@ BRIDGE_MODELS = tuple(sorted(path.stem for path in OF_BRIDGE.glob("*.json")))
 WITH_IMAGES = OF_BRIDGE / "images"
 BRIDGE_IMAGES = tuple(sorted(path.stem for path in WITH_IMAGES.glob("*.json")))
 
-# models of transformers that no family has
-UNKNOWN = FAMILIES / "unknown"
+# these only mcore-bridge, of ms-swift, computes; tests/judge/test_mcore_bridge.py runs them
+OF_SWIFT = FAMILIES / "mcore_bridge"
+SWIFT_MODELS = tuple(sorted(path.stem for path in OF_SWIFT.glob("*.json")))
 
 # case -> names that transformers writes and does not read -> the names of published files
 AS_PUBLISHED = {
@@ -63,7 +64,7 @@ AS_PUBLISHED = {
 
 def config(case: str) -> dict[str, Any]:
     """Returns the config.json of a case, also of tests/helpers/tiny.py."""
-    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, WITH_IMAGES, UNKNOWN, tiny.FIXTURES / "tiny")
+    folders = (FAMILIES, SEQ2SEQ, OF_BRIDGE, WITH_IMAGES, OF_SWIFT, tiny.FIXTURES / "tiny")
     path = next(p for folder in folders if (p := folder / f"{case}.json").exists())
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -124,7 +125,9 @@ def write(case: str, directory: Path, c: dict[str, Any] | None = None) -> None:
     kind = tiny.class_of(c)
     torch.manual_seed(0)  # some tensors keep the mean of transformers' random values
     # a copy, since transformers adds keys to rope_scaling
-    model = kind(kind.config_class.from_dict(renamed.config(copy.deepcopy(c)))).float()
+    given = renamed.config(copy.deepcopy(c))
+    given.pop("model_type", None)  # it may be a name that its maker gave to the class
+    model = kind(kind.config_class.from_dict(given)).float()
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in state.items():

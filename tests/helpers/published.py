@@ -104,6 +104,8 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("llama-3.2-1b", "gpt"): ("rope_factor",),
     ("llama-3.2-1b", "hybrid"): ("rope_type", "rope_factor"),
     ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
+    **{("k-exaone-236b-a23b", dialect): ("mtp_layers",) for dialect in ("gpt", "hybrid")},
+    **{("minimax-m3", dialect): ("attn_blocks",) for dialect in ("gpt", "hybrid")},
     ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
     ("sarvam-105b", "gpt"): ("router_group_experts",),
     ("qwen3-next-80b-a3b", "gpt"): ("mtp_layers",),
@@ -137,7 +139,7 @@ TP = dict.fromkeys(
     (
         *("bamba-9b", "falcon-h1-0.5b", "gemma-3-1b", "gpt-oss-20b", "gpt-oss-120b"),
         *("granite-4.0-h-350m", "granite-4.0-h-small", "minimax-m2.5", "olmoe-1b-7b"),
-        "smollm2-135m",
+        *("smollm2-135m", "starcoder"),
     ),
     1,
 )

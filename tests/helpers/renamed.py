@@ -43,7 +43,8 @@ class Names:
 
 
 def _dense_first(c: Config, found: Config) -> Config:
-    width = c["num_shared_experts"] * c["moe_intermediate_size"]
+    shared = c.get("num_shared_experts") or c["n_shared_experts"]
+    width = shared * c["moe_intermediate_size"]
     first = list(range(c["first_k_dense_replace"]))
     return found | {"mlp_only_layers": first, "shared_expert_intermediate_size": width}
 
@@ -62,6 +63,35 @@ def _with_gate(c: Config, tensors: Config) -> Config:
         if down:
             out[name] = 2 * tensor
             out[f"{start}shared_expert_gate.weight"] = torch.zeros(1, tensor.shape[0])
+    return out
+
+
+def _by_group(c: Config, tensors: Config) -> Config:
+    """Puts q, k and v of each group of heads into one tensor: [q0 q1 k v | q2 q3 k v]."""
+    import torch
+
+    groups = c["num_key_value_heads"]
+    out = dict(tensors)
+    for name in tensors:
+        start, found, end = name.partition("self_attn.q_proj.")
+        if found:
+            parts = [out.pop(f"{start}self_attn.{x}_proj.{end}") for x in "qkv"]
+            rows = [part.view(groups, -1, *part.shape[1:]) for part in parts]
+            out[f"{start}self_attn.wqkv.{end}"] = torch.cat(rows, 1).flatten(0, 1)
+    return out
+
+
+def _of_groups(c: Config, tensors: Config) -> Config:
+    groups = c["num_key_value_heads"]
+    heads, out = c["num_attention_heads"] // groups, {}
+    for name, tensor in tensors.items():
+        start, found, end = name.partition("self_attn.wqkv.")
+        if not found:
+            out[name] = tensor
+            continue
+        rows = tensor.view(groups, heads + 2, -1, *tensor.shape[1:])
+        for x, part in zip("qkv", rows.split([heads, 1, 1], 1), strict=True):
+            out[f"{start}self_attn.{x}_proj.{end}"] = part.flatten(0, 2).contiguous()
     return out
 
 
@@ -268,6 +298,29 @@ _ARCHITECTURES = {
         },
         "attn.c_attn",
         _qwen,
+    ),
+    "DeepseekForCausalLM": Names(
+        {"n_routed_experts": "num_experts", "attention_bias": "qkv_bias"},
+        {"mlp.shared_expert": "mlp.shared_experts"},
+        config=_dense_first,
+        saved=_without_gate,
+        read=_with_gate,
+    ),
+    "InternLM2ForCausalLM": Names(
+        {"bias": "attention_bias"},
+        {
+            "model.embed_tokens": "model.tok_embeddings",
+            "lm_head": "output",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "self_attn.o_proj": "attention.wo",
+            "self_attn": "attention",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+        },
+        saved=_by_group,
+        read=_of_groups,
     ),
     "MiMoV2FlashForCausalLM": Names(saved=_with_multi_token),
     "InternLM3ForCausalLM": Names({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),

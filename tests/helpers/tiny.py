@@ -53,8 +53,11 @@ STANDS_FOR = {
     "BailingMoeForCausalLM": "Qwen2MoeForCausalLM",
     "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
     "DeciLMForCausalLM": "LlamaForCausalLM",
+    "DeepseekForCausalLM": "Qwen2MoeForCausalLM",
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "ExaoneForCausalLM": "LlamaForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "InternLM2ForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "InternVLChatModel": "Qwen3ForCausalLM",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
@@ -399,7 +402,7 @@ def load(directory: Path, dtype: str = "float32") -> Any:
     unexpected or of another shape.
     """
     import torch
-    from transformers import PreTrainedModel
+    from transformers import CONFIG_MAPPING, PreTrainedModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -408,8 +411,12 @@ def load(directory: Path, dtype: str = "float32") -> Any:
         from_pretrained = kind.from_pretrained
         if issubclass(kind, PreTrainedModel):  # some classes also load what is not a weight
             from_pretrained = functools.partial(PreTrainedModel.from_pretrained.__func__, kind)
+        named = renamed.for_transformers(directory, Path(temporary) / "renamed")
+        known = json.loads((named / "config.json").read_text()).get("model_type") in CONFIG_MAPPING
         model, info = from_pretrained(
-            renamed.for_transformers(directory, Path(temporary) / "renamed"),
+            named,
+            # a model_type of its maker, which transformers does not have
+            **({} if known or named != directory else {"model_type": kind.config_class.model_type}),
             dtype=getattr(torch, dtype),
             attn_implementation="eager",
             output_loading_info=True,

@@ -23,7 +23,7 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
-from tests.helpers.judging import ask, limit, record
+from tests.helpers.judging import LOGITS_ATOL, ask, limit, record
 from tests.helpers.made_models import CASES
 from tests.helpers.tiny import TinyModel
 
@@ -56,6 +56,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("exaone", "hybrid"): "rope_type rope_factor",
     ("cwm", "hybrid"): "rope_type rope_factor",
     **{("granitemoeshared", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
+    **{("minimax_m3_sparse", d): "attn_blocks attn_block_size" for d in ("gpt", "hybrid")},
 }
 # case -> the dim of REFUSED that changes nothing for its weights: rows of length 1
 UNCHANGED = {"baichuan2": "normed_head"}
@@ -85,6 +86,8 @@ LOCAL = {"deepseek_v2_lite", "kimi_vl", "moonlight", "sarvam_mla"}
 WITH_TE = {
     ("gemma_silu", "gpt"),
     ("gemma_silu", "hybrid"),
+    ("minimax_m3", "gpt"),
+    ("minimax_m3", "hybrid"),
     ("nemotron", "gpt"),
     ("nemotron", "hybrid"),
     ("qwen3_5", "gpt"),
@@ -112,6 +115,8 @@ SINCE: dict[str, list[int]] = {
     "granitemoehybrid_micro": [0, 19],
     "granitemoe_swa": [0, 19],
     "gpt_oss": [0, 19],
+    "exaone_moe": [0, 16],
+    "minimax_m3": [0, 19],
     "qwen3_next": [0, 19],
     "lara_mini": [0, 19],
     "qwen3_5": [0, 19],
@@ -130,6 +135,9 @@ SINCE: dict[str, list[int]] = {
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases
     ("gpt_oss", "hybrid"): {"tp": 2, "pp": 2, "ep": 1, "etp": 1},
+    # one head of k and v
+    ("gpt_bigcode", "gpt"): {"tp": 1, "pp": 2},
+    ("gpt_bigcode", "hybrid"): {"tp": 1, "pp": 2},
 }
 # encoders, which have a dialect of their own
 ENCODERS = {"megatron_bert": "bert"}
@@ -326,6 +334,23 @@ def test_verify_passes_a_model_with_a_smallest_time_step(
     (model / "config.json").write_text(json.dumps(config))
     mckpt.plan(model, work / "bounded-megatron", format="torch").run()
     assert mckpt.verify(model, work / "bounded-megatron", sequences=1).verdict == "pass"
+
+
+def test_blocks_of_keys_change_nothing_up_to_their_number(
+    work: Path, made: Callable[[str], Path]
+) -> None:
+    """As the published MiniMax-M3 with its 16 blocks of 128 keys. The model without a choice is the
+    one that Megatron-Core computes.
+    """
+    model, case = work / "chosen", "minimax_m3_sparse"
+    shutil.copytree(made("minimax_m3"), model)
+    (model / "config.json").write_text(json.dumps(made_models.config(case)))
+    tokens = made_models.tokens(case)
+    apart = np.abs(tiny.hf_logits(model, tokens) - tiny.hf_logits(made("minimax_m3"), tokens))
+    sparse = made_models.text(made_models.config(case))["sparse_attention_config"]
+    same = sparse["sparse_topk_blocks"] * sparse["sparse_block_size"]
+    assert apart[:, :same].max() < LOGITS_ATOL
+    assert apart[:, same:].max() > 0.1
 
 
 def test_experts_with_biases_are_refused_above_etp_1(

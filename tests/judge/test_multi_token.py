@@ -33,9 +33,10 @@ if VERSION < [0, 19]:
 MIMO = "mimo"
 PLAIN = "seed_oss"  # published without such a layer, which only a training can have added
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-CASES = (MIMO, "hy_v3", PLAIN, *INDEXED)
+DENSE = "joyai"  # GPTModel has experts in such a layer if the last layer has them
+CASES = (MIMO, "hy_v3", PLAIN, *INDEXED, DENSE)
 LOGITS = (*CASES, "glm4_moe", "glm4_moe_lite")
-# pretrain_gpt.py cannot build such layers beside an indexer
+# pretrain_gpt.py cannot build such layers beside an indexer, or dense ones beside experts
 LAYOUTS = [(case, "hybrid") for case in CASES] + [(case, "gpt") for case in (MIMO, "hy_v3", PLAIN)]
 # case -> another one with the names of its decoder, and what its config has in place of that one's
 MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,11 +66,13 @@ def sizes_of(case: str) -> Parallel:
 
 def published_names(case: str, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Any:
     """Yields the name and the shape of each tensor of the layer, as in the published files. Its
-    own layer has the tensors of the last decoder layer, and an indexer in any case.
+    own layer has the tensors of the last decoder layer, or of a dense one, and an indexer in any
+    case.
     """
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     at = "model.mtp_layers.0." if case == MIMO else f"model.layers.{layers}."
-    for like in (f"model.layers.{layers - 1}.", "model.layers.0.self_attn.indexer."):
+    last = 0 if case == DENSE else layers - 1
+    for like in (f"model.layers.{last}.", "model.layers.0.self_attn.indexer."):
         for name, tensor in tensors.items():
             if name.startswith(like):
                 yield at + name.split(".", 3)[3], tensor.shape
@@ -141,7 +144,7 @@ def test_the_layer_has_the_keys_of_the_real_model_and_comes_back_bit_for_bit(
 def test_multi_token_prediction_has_the_logits_of_the_reference(
     case: str, work: Path, made: Path, tmp_path: Path
 ) -> None:
-    reference = of_mimo if case == MIMO else of_transformers
+    reference = {MIMO: of_mimo, DENSE: of_dense}.get(case, of_transformers)
     wanted = reference(work / "decoder" / case, made / case, tokens(case))
     assert np.abs(wanted).max() > 0.5
     given = {"te": True, "impl": "transformer_engine" if case in INDEXED else "local"}
@@ -186,6 +189,38 @@ def of_mimo(main: Path, directory: Path, tokens: np.ndarray) -> np.ndarray:
         state = layer(state, attention_mask=causal(state), position_embeddings=rotated)
         of["final.weight"] = final
         logits: np.ndarray = model.lm_head(norm("final", state)).numpy()
+    return logits
+
+
+def of_dense(main: Path, directory: Path, tokens: np.ndarray) -> np.ndarray:
+    """Returns the logits of a dense layer of DeepSeek-V3 for all tokens but the last. transformers'
+    MtpModel has experts in each.
+    """
+    import torch
+
+    model = tiny.load(main)
+    stored = load_file(directory / "model.safetensors")
+    at = f"model.layers.{model.config.num_hidden_layers}."
+    of = {k.removeprefix(at): torch.from_numpy(v) for k, v in stored.items() if k.startswith(at)}
+
+    def norm(name: str, state: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
+        return state * scale * of.pop(f"{name}.weight")
+
+    given = torch.from_numpy(tokens)
+    with torch.no_grad():
+        hidden = model.model(given).last_hidden_state[:, :-1]
+        embedded = torch.nn.functional.embedding(given[:, 1:], of.pop("embed_tokens.weight"))
+        joined = [norm("enorm", embedded), norm("hnorm", hidden)]
+        state = torch.cat(joined, -1) @ of.pop("eh_proj.weight").T
+        after = {k: of.pop(f"shared_head.{k}.weight") for k in ("norm", "head")}
+        layer = type(model.model.layers[0])(model.config, 0).eval()
+        layer.load_state_dict(of)
+        places = torch.arange(state.shape[1]).expand_as(given[:, 1:])
+        rotated = model.model.rotary_emb(state, places)
+        state = layer(state, attention_mask=causal(state), position_embeddings=rotated)
+        of["norm.weight"] = after["norm"]
+        logits: np.ndarray = (norm("norm", state) @ after["head"].T).numpy()
     return logits
 
 

@@ -1,0 +1,118 @@
+"""mcore-bridge, of ms-swift, as a judge: builds its own GPTModel and loads a checkpoint into it.
+
+    BRIDGE_PYTHON tests/helpers/swift_models.py cases.json out_dir
+
+It runs in the environment of bridge.py with mcore-bridge added, which CONTRIBUTING.md describes.
+cases.json is a list of dicts with these entries; the results stand behind the arrow:
+
+    name        of the case
+    source      Hugging Face directory, of which mcore-bridge builds the model
+    tokens      [batch, seq], whose logits are compared
+    checkpoint  the directory of torch_dist files, which the model loads strictly
+                -> unloaded: parameters that the checkpoint did not fill
+                -> difference: largest difference of a logit from transformers; largest: of a logit
+                -> equal: number of tensors that mcore-bridge exports with the bits of source;
+                   differ: the others
+    saved       a directory, in which the model saves what mcore-bridge loaded of source
+
+out_dir/NAME.json: ok, error {"0": traceback}, and the results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import peers
+from mckpt.trainer import cpu
+from tests.helpers import bridge, tiny
+
+PACKAGES = ("modelscope", "json_repair", "trl", "accelerate", "datasets")
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    parent = int(os.environ["JUDGE_PARENT"])
+    threading.Thread(target=bridge.die_with, args=(parent,), daemon=True).start()
+    peers.StandIns.packages += PACKAGES
+    sys.meta_path.append(peers.StandIns())
+    peers.without_gpu()
+    bridge.without_kernels()
+    cpu.install()
+    move = torch.Tensor.to
+    torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
+        self if to == ("cuda",) else move(self, *to, **named)
+    )
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
+
+    # before mcore-bridge replaces functions of transformers
+    wanted = [tiny.hf_logits(Path(c["source"]), np.asarray(c["tokens"])) for c in cases]
+    for case, logits in zip(cases, wanted, strict=True):
+        try:
+            with temporary_distributed_context("gloo"):
+                result = {"ok": True, **run(case, logits)}
+        except Exception:
+            result = {"ok": False, "error": {"0": traceback.format_exc()}}
+        (out / f"{case['name']}.json").write_text(json.dumps({"name": case["name"], **result}))
+
+
+def run(case: dict[str, Any], logits: np.ndarray) -> dict[str, Any]:
+    """Returns the results of one case; logits are those of transformers."""
+    from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    source = Path(case["source"])
+    given = hf_to_mcore_config(AutoConfig.from_pretrained(source))
+    config = ModelConfig(params_dtype=torch.float32, use_cpu_initialization=True, **given)
+    (model,) = get_mcore_model(config)
+    config.bridge.load_weights([model], str(source))
+    saved = Path(case["saved"])
+    saved.mkdir(parents=True)
+    dist_checkpointing.save(model.sharded_state_dict(), str(saved))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    wanted = {"model": model.sharded_state_dict()}
+    state, unread, lacking = dist_checkpointing.load(
+        wanted, case["checkpoint"], strict=StrictHandling.RETURN_ALL
+    )
+    # fake_te has fewer objects than Transformer Engine
+    unread = {key for key in unread if not key.endswith("._extra_state")}
+    assert not unread and not lacking, (unread, lacking)
+    model.load_state_dict(state["model"])
+    unloaded = [name for name, p in model.named_parameters() if p.isnan().any()]
+    held = load_file(source / "model.safetensors")
+    exported = dict(config.bridge.export_weights([model]))
+    for name in [name for name in held if "gate_up_proj" in name]:  # it exports these two apart
+        parts = [exported.pop(name.replace("gate_up", part)) for part in ("gate", "up")]
+        exported[name] = torch.cat(parts)
+    differ = sorted(exported.keys() ^ held.keys())
+    differ += [k for k in exported.keys() & held.keys() if not exported[k].equal(held[k])]
+    tokens = torch.tensor(case["tokens"])
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
+    with torch.no_grad():
+        found = model.eval()(tokens, positions, hidden)[..., : logits.shape[-1]].float().numpy()
+    return {
+        "unloaded": unloaded,
+        "equal": len(held) - len(differ),
+        "differ": differ,
+        "difference": float(np.abs(found - logits).max()),
+        "largest": float(np.abs(logits).max()),
+    }
+
+
+if __name__ == "__main__":
+    main()

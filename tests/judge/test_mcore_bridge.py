@@ -1,0 +1,76 @@
+"""The dialect mcore_bridge: ms-swift's own GPTModel loads what mckpt writes, and computes the
+logits of transformers; mckpt reads what it saves.
+
+MEGATRON_BRIDGE_PYTHON is the Python of an environment with Megatron-Bridge and mcore-bridge;
+CONTRIBUTING.md has the commands that make one.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import mckpt
+from mckpt.errors import MappingError, UsageError
+from mckpt.options import SourceOptions
+from tests.helpers import made_models
+from tests.helpers.bridge_facts import tensors
+from tests.helpers.judging import explain, judge, record
+
+PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
+CASES = made_models.SWIFT_MODELS
+LIMIT = 2e-5  # of the largest logit
+
+pytestmark = pytest.mark.judge
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with mcore-bridge")
+@pytest.mark.parametrize("case", CASES)
+def test_ms_swift_computes_the_logits_of_what_mckpt_writes(case: str, tmp_path: Path) -> None:
+    made_models.make([case], tmp_path / "hf")
+    source, ours, theirs = tmp_path / "hf" / case, tmp_path / "ours", tmp_path / "theirs"
+    mckpt.plan(source, ours).run()
+    given = {"name": case, "source": str(source), "checkpoint": str(ours / "release")}
+    given |= {"tokens": made_models.tokens(case).tolist(), "saved": str(theirs)}
+    ran = judge(
+        [given],
+        1,
+        tmp_path / "ran",
+        fake_te=True,
+        program="swift_models.py",
+        python=PYTHON,
+    )
+    found = ran[case]
+    assert found["ok"], explain(found)
+    assert (found["unloaded"], found["differ"]) == ([], [])
+    assert found["equal"] > 20
+    assert found["difference"] < LIMIT * found["largest"]
+    # it has no args, and reads no padding of the vocabulary
+    rows = made_models.config(case)["vocab_size"]
+    known = SourceOptions(like=source)
+    assert not mckpt.diff(source, mckpt.Checkpoint.open(theirs, known))
+    held, stored = tensors(ours), tensors(theirs)
+    assert held.keys() == stored.keys()
+    assert all(held[k][:rows].equal(stored[k][:rows]) for k in held if "embedding" in k)
+    judged = ("mcore-bridge's forward", case, "torch_dist", "1 rank")
+    record(*judged, found["difference"], found["largest"], "mcore_bridge", version("megatron-core"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_ms_swift_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+    made_models.make([case], tmp_path / "hf")
+    source, out = tmp_path / "hf" / case, tmp_path / "out"
+    with pytest.raises(MappingError, match="none after them"):
+        mckpt.plan(source, out, dialect="gpt")
+    mckpt.plan(source, out, parallel=mckpt.Parallel(tp=2, pp=2)).run()
+    assert mckpt.open(out).mapping.name == "mcore_bridge"
+    assert not [*out.rglob("megatron_args*"), *out.rglob("run_config.yaml")]
+    with pytest.raises(UsageError, match="is for ms-swift alone"):
+        mckpt.verify(source, out)
+    assert mckpt.verify(source, out, level="bytes").verdict == "pass"
+    mckpt.plan(out, tmp_path / "back", format="hf").run(check_replicas=True)
+    assert not mckpt.diff(source, tmp_path / "back")
