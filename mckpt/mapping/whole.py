@@ -104,9 +104,9 @@ def dialect_of_whole(
     Raises MappingError as `whole_dialect`.
     """
     likely = [t for t in towers if any(key.startswith(f"{t.text}decoder.") for key in stored)]
-    if not likely:
+    tower = max(likely, key=lambda t: t.fit(stored), default=None)
+    if tower is None or not any(tower.fit(stored)):  # such as one of Megatron's own old names
         return None
-    tower = max(likely, key=lambda t: t.fit(stored))
     text = [key.removeprefix(tower.text) for key in stored if key.startswith(tower.text)]
     return whole_dialect(dialect_of(text), tower, tower.shapes(stored, tp), config)
 

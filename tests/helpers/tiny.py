@@ -48,6 +48,7 @@ LETTERS = {
 # an architecture that is not in transformers -> the class that is like it or has its decoder;
 # tests/helpers/renamed.py has the other names of some
 STANDS_FOR = {
+    "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",  # as published
     "BaiChuanForCausalLM": "LlamaForCausalLM",
     "BaichuanForCausalLM": "LlamaForCausalLM",
     "BailingMoeForCausalLM": "Qwen2MoeForCausalLM",

@@ -24,7 +24,7 @@ from mckpt.mapping import MappingFile
 from mckpt.mapping.inert import inert_keys, is_listed, known_args
 from mckpt.mapping.nodes import FOLDER, parse
 from tests import read_keys
-from tests.helpers import placement
+from tests.helpers import made_models, placement
 from tests.helpers.commands import run
 from tests.helpers.lazy import torch
 from tests.helpers.tiny import STANDS_FOR
@@ -120,9 +120,14 @@ def test_no_class_of_transformers_computes_with_an_inert_key() -> None:
     sources = classes_of_transformers()
     assert "rms_norm_eps" in keys_read(sources["LlamaForCausalLM"])
     found: dict[str, set[str]] = {}
+    # classes that a newer transformers than this one has
+    newer = {made_models.config(case)["architectures"][0] for case in made_models.SINCE}
     for family in map(partial(mapping.load, "hf"), mapping.names("hf")):
         for named in family.architectures:
-            read = keys_read(sources[STANDS_FOR.get(named, named)])
+            if (source := sources.get(STANDS_FOR.get(named, named))) is None:
+                assert named in newer, named
+                continue
+            read = keys_read(source)
             found.setdefault(family.name, set()).update(read & family.inert)
     assert {name: keys - harmless for name, keys in found.items() if keys - harmless} == {}
     assert harmless - set().union(*found.values()) - inert_keys() == set()

@@ -14,7 +14,7 @@ import pytest
 from mckpt.checking import SLAB, Span, scan
 from mckpt.containers import torch_file
 from mckpt.containers.dcp_metadata import read_metadata
-from tests.helpers.commands import PT, Pt, edit_json, emit, good, mckpt, shard, write_shard
+from tests.helpers.commands import PT, Pt, edit_json, emit, good, hf, mckpt, shard, write_shard
 from tests.helpers.tiny import write_safetensors
 
 NAN, INFINITY = b"\xc0\x7f", b"\x80\x7f"  # bfloat16
@@ -285,6 +285,15 @@ DAMAGES: dict[str, Damage] = {
         ("metadata.json",),
     ),
 }
+
+
+@pytest.fixture(scope="session")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, src: Path, torch_dir: Path, dist_dir: Path
+) -> dict[str, Path]:
+    """One checkpoint of each format, to be copied and damaged."""
+    many = hf(tmp_path_factory.mktemp("many") / "hf", max_shard_size=120_000)
+    return {"one": src, "many": many, "torch": torch_dir, "dist": dist_dir}
 
 
 @pytest.fixture(scope="module")

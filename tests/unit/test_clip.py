@@ -20,6 +20,7 @@ SHAPES = {
     "interleaved": [(4, 5), (4, 5)],
     "swapped": [(4, 6)],
     "halved": [(8, 3)],
+    "heads": [(12, 3), (6, 3)],
 }
 
 
