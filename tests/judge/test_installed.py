@@ -33,6 +33,7 @@ pytestmark = pytest.mark.judge
 
 # Inert keys of single families that a class of transformers reads, and why they change nothing.
 READ = {
+    "attention_softmax_in_fp32, scale_attention_softmax_in_fp32": "the precision of a softmax",
     "attn_temperature_tuning": "a dim reads whether it is on",
     "chunk_size, mamba_chunk_size, use_mamba_kernels": "how a scan is cut, not its result",
     "dense_act_fn, is_gated_act": "made from feed_forward_proj, which a dim reads",
@@ -40,6 +41,11 @@ READ = {
     "expand": "the width of a Mamba-2 is read from its heads",
     "head_dim, num_key_value_heads": "of latent attention, which has neither; or a width of rope",
     "image_token_id, use_qk_norm, video_token_id, vision_config": "of images",
+    "vision_start_token_id": "of images",
+    "shared_expert_intermediate_size": "of the talker of Qwen3-Omni, which is carried",
+    "ignore_index": "of the loss",
+    "index_head_dim, index_local_blocks, index_n_heads": "of an indexer that takes all positions up"
+    " to those that the plan names",
     "indexer_types": "refused unless two other keys give the same",
     "is_decoder": "a causal language model is one",
     "intermediate_size": "of dense layers, where a model has none",
