@@ -1,13 +1,11 @@
 """mcore-bridge, of ms-swift, as a judge: builds its own GPTModel and loads a checkpoint into it.
 
-    BRIDGE_PYTHON tests/helpers/swift_models.py cases.json out_dir
-
-It runs in the environment of bridge.py with mcore-bridge added, which CONTRIBUTING.md describes.
-cases.json is a list of dicts with these entries; the results stand behind the arrow:
+tests/helpers/session.py runs it, in the environment of bridge.py with mcore-bridge added, which
+CONTRIBUTING.md describes. A case is a dict with these entries; the results stand behind the arrow:
 
     name        of the case
     source      Hugging Face directory, of which mcore-bridge builds the model
-    tokens      [batch, seq], whose logits are compared
+    tokens      [batch, seq], whose logits are compared; without them no logit is
     checkpoint  the directory of torch_dist files, which the model loads strictly
                 -> unloaded: parameters that the checkpoint did not fill
                 -> difference: largest difference of a logit from transformers; largest: of a logit
@@ -38,10 +36,8 @@ from tests.helpers import bridge, tiny
 PACKAGES = ("modelscope", "json_repair", "trl", "accelerate", "datasets")
 
 
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    parent = int(os.environ["JUDGE_PARENT"])
-    threading.Thread(target=bridge.die_with, args=(parent,), daemon=True).start()
+def prepare() -> None:
+    """Imports what the cases need, before they are forked."""
     peers.StandIns.packages += PACKAGES
     sys.meta_path.append(peers.StandIns())
     peers.without_gpu()
@@ -51,20 +47,29 @@ def main() -> None:
     torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
         self if to == ("cuda",) else move(self, *to, **named)
     )
+
+
+def run(cases: list[dict[str, Any]], out: Path) -> int:
+    parent = int(os.environ["JUDGE_PARENT"])
+    threading.Thread(target=bridge.die_with, args=(parent,), daemon=True).start()
     from megatron.bridge.training.model_load_save import temporary_distributed_context
 
     # before mcore-bridge replaces functions of transformers
-    wanted = [tiny.hf_logits(Path(c["source"]), np.asarray(c["tokens"])) for c in cases]
+    wanted = [
+        tiny.hf_logits(Path(c["source"]), np.asarray(c["tokens"])) if "tokens" in c else None
+        for c in cases
+    ]
     for case, logits in zip(cases, wanted, strict=True):
         try:
             with temporary_distributed_context("gloo"):
-                result = {"ok": True, **run(case, logits)}
+                result = {"ok": True, **judged(case, logits)}
         except Exception:
             result = {"ok": False, "error": {"0": traceback.format_exc()}}
         (out / f"{case['name']}.json").write_text(json.dumps({"name": case["name"], **result}))
+    return 0
 
 
-def run(case: dict[str, Any], logits: np.ndarray) -> dict[str, Any]:
+def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
     """Returns the results of one case; logits are those of transformers."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
     from megatron.core import dist_checkpointing
@@ -94,11 +99,15 @@ def run(case: dict[str, Any], logits: np.ndarray) -> dict[str, Any]:
     unloaded = [name for name, p in model.named_parameters() if p.isnan().any()]
     held = load_file(source / "model.safetensors")
     exported = dict(config.bridge.export_weights([model]))
-    for name in [name for name in held if "gate_up_proj" in name]:  # it exports these two apart
+    # it exports these two apart
+    for name in [name for name in held.keys() - exported.keys() if "gate_up_proj" in name]:
         parts = [exported.pop(name.replace("gate_up", part)) for part in ("gate", "up")]
         exported[name] = torch.cat(parts)
     differ = sorted(exported.keys() ^ held.keys())
     differ += [k for k in exported.keys() & held.keys() if not exported[k].equal(held[k])]
+    result = {"unloaded": unloaded, "equal": len(held) - len(differ), "differ": differ}
+    if logits is None:
+        return result
     tokens = torch.tensor(case["tokens"])
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
@@ -106,13 +115,7 @@ def run(case: dict[str, Any], logits: np.ndarray) -> dict[str, Any]:
     with torch.no_grad():
         found = model.eval()(tokens, positions, hidden)[..., : logits.shape[-1]].float().numpy()
     return {
-        "unloaded": unloaded,
-        "equal": len(held) - len(differ),
-        "differ": differ,
+        **result,
         "difference": float(np.abs(found - logits).max()),
         "largest": float(np.abs(logits).max()),
     }
-
-
-if __name__ == "__main__":
-    main()
