@@ -242,9 +242,9 @@ def _template(name: str) -> str:
 def _score(
     known: StoredNames, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None = None
 ) -> float:
-    """Names in common count. Names that the family needs, for this config if it can read it, and
-    that the model does not have, values that it refuses, and what it computes although no key of
-    the config says so, count against it a little.
+    """Returns how well a family fits. Each name in common adds to it. Three things subtract a
+    little: names that the family needs and the model lacks, values that the family refuses, and
+    features that the family computes and no key of the config mentions.
     """
     wanted = {rule.key for rule in known.family.rules if not rule.when}
     dims, problems = (None, []) if config is None else dims_of(known.family, config)

@@ -182,7 +182,7 @@ def _loader_for(directory: str) -> Any:
                 return kind.from_pretrained
         several = transformers.AutoModelForMultimodalLM._model_mapping
         if config in several:
-            # not the method of the class, which may load files that are no weights
+            # the method of the base class: that of the class may also load files without weights
             load: Any = transformers.PreTrainedModel.from_pretrained
             return partial(load.__func__, several[config])
     raise MappingError(

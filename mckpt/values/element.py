@@ -38,7 +38,9 @@ class Cast(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where elements [m, n] lie in their file: (i, j) at byte at + i * pitch + j * step."""
+    """The place of elements [m, n] in their file: element (i, j) begins at byte `at + i * pitch +
+    j * step`.
+    """
 
     at: int
     pitch: int
@@ -46,8 +48,8 @@ class Place(NamedTuple):
 
 
 class Element(NamedTuple):
-    """How the elements of one copy are computed: a cast, and the scales by which they are
-    multiplied or the product that is added to them.
+    """The computation of the elements of one copy: a cast, and either scales, by which the elements
+    are multiplied, or a product, which is added to them.
     """
 
     cast: Cast

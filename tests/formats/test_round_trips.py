@@ -70,7 +70,7 @@ class Leg(NamedTuple):
 
 
 def words(text: str) -> tuple[list[str], dict[str, Any]]:
-    """Returns the words of a text, and its keywords; a value that is no literal is text."""
+    """Returns the words of a text, and its keywords. A value that Python cannot read is text."""
     plain, given = [], {}
     for word in text.split():
         name, equals, value = word.partition("=")

@@ -98,6 +98,25 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def without_device(packages: tuple[str, ...]) -> None:
+    """Lets programs of ms-swift, which move modules to a GPU, run on CPU.
+
+    packages: those that they import and do not use, for which stand-ins are made.
+    """
+    from mckpt.trainer import cpu
+
+    peers.StandIns.packages += packages
+    sys.meta_path.append(peers.StandIns())
+    peers.without_gpu()
+    without_kernels()
+    cpu.install()
+    move = torch.Tensor.to
+    # mypy does not allow to replace a method
+    torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
+        self if to == ("cuda",) else move(self, *to, **named)
+    )
+
+
 def without_kernels() -> None:
     """Lets gated delta nets and Mamba layers be built without FLA and mamba_ssm, whose kernels no
     conversion calls.

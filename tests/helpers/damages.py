@@ -1,4 +1,4 @@
-"""What rows of tests/refusals.py do to a copy of a checkpoint: functions of its directory."""
+"""The ways in which rows of tests/refusals.py damage a copy of a checkpoint, one function each."""
 
 from __future__ import annotations
 

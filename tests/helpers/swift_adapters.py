@@ -17,16 +17,13 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks import peers
-from mckpt.trainer import cpu, forked
+from mckpt.trainer import forked
 from tests.helpers import bridge
 
 # imported by ms-swift, and not used by an export
@@ -40,15 +37,7 @@ PACKAGES = (
 
 def prepare() -> None:
     """Imports ms-swift, before the ranks are forked."""
-    peers.StandIns.packages += PACKAGES
-    sys.meta_path.append(peers.StandIns())
-    peers.without_gpu()
-    bridge.without_kernels()
-    cpu.install()
-    move = torch.Tensor.to
-    torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
-        self if to == ("cuda",) else move(self, *to, **named)
-    )
+    bridge.without_device(PACKAGES)
     import swift.megatron.pipelines.export.export  # noqa: F401
 
 

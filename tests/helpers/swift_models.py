@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import traceback
 from pathlib import Path
@@ -29,8 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import peers
-from mckpt.trainer import cpu
 from tests.helpers import bridge, tiny
 
 PACKAGES = ("modelscope", "json_repair", "trl", "accelerate", "datasets")
@@ -38,15 +35,7 @@ PACKAGES = ("modelscope", "json_repair", "trl", "accelerate", "datasets")
 
 def prepare() -> None:
     """Imports what the cases need, before they are forked."""
-    peers.StandIns.packages += PACKAGES
-    sys.meta_path.append(peers.StandIns())
-    peers.without_gpu()
-    bridge.without_kernels()
-    cpu.install()
-    move = torch.Tensor.to
-    torch.Tensor.to = lambda self, *to, **named: (  # type: ignore[method-assign]
-        self if to == ("cuda",) else move(self, *to, **named)
-    )
+    bridge.without_device(PACKAGES)
 
 
 def run(cases: list[dict[str, Any]], out: Path) -> int:

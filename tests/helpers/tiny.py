@@ -410,7 +410,7 @@ def load(directory: Path, dtype: str = "float32") -> Any:
     kind = class_of(json.loads((directory / "config.json").read_text()))
     with tempfile.TemporaryDirectory() as temporary:
         from_pretrained = kind.from_pretrained
-        if issubclass(kind, PreTrainedModel):  # some classes also load what is not a weight
+        if issubclass(kind, PreTrainedModel):  # its own method may load other files too
             from_pretrained = functools.partial(PreTrainedModel.from_pretrained.__func__, kind)
         named = renamed.for_transformers(directory, Path(temporary) / "renamed")
         known = json.loads((named / "config.json").read_text()).get("model_type") in CONFIG_MAPPING
