@@ -172,7 +172,7 @@ def _loader_for(directory: str) -> Any:
         # a class of transformers under a model_type of its maker. transformers finds the names of
         # tensors by that of the class.
         read = json.loads(Path(directory, "config.json").read_text())
-        named: Any = getattr(transformers, read["architectures"][0], None)
+        named: Any = getattr(transformers, (read.get("architectures") or [""])[0], None)
         if "model_type" in read and hasattr(named, "config_class"):
             return partial(named.from_pretrained, model_type=named.config_class.model_type)
     else:

@@ -32,6 +32,9 @@ REFUSED = {
     "BertModel sees the tokens before and after": "MegatronBertForCausalLM",
     "this model is an encoder alone": "MT5EncoderModel T5EncoderModel",
     "supports only True": "MT5ForTokenClassification T5ForTokenClassification",
+    # a part of the published model, under names that no published model has
+    "it is a part of MiniMaxM3SparseForConditionalGeneration": """
+        MiniMaxM3VLForCausalLM MiniMaxM3VLModel MiniMaxM3VLTextModel""",
     # transformers writes names that it does not read
     "language_model.blocks.": "Kimi_K25Model",
 }

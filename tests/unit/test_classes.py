@@ -13,9 +13,6 @@ from mckpt import mapping
 # all of these classes, in the release that the first line names
 LISTED = Path(__file__).parents[2] / "fixtures" / "causal_lm_classes.txt"
 
-# the text model of MiniMax-M3 alone, which transformers 5.24 has and nobody has published
-OPEN = {"MiniMaxM3VLForCausalLM"}
-
 
 def installed() -> set[str]:
     """Returns the classes of the installed transformers, from the text of its source."""
@@ -43,7 +40,7 @@ def test_the_list_is_that_of_its_release() -> None:
 def test_every_class_has_a_family_or_a_reason() -> None:
     families = {a for name in mapping.names("hf") for a in mapping.load("hf", name).architectures}
     every = {*LISTED.read_text().splitlines()[1:], *installed()}
-    assert sorted(every - families - mapping.refused().keys() - OPEN) == []
+    assert sorted(every - families - mapping.refused().keys()) == []
 
 
 def test_every_reason_is_a_line_that_names_what_megatron_lacks() -> None:
