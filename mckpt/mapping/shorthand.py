@@ -100,7 +100,9 @@ def with_second_names(root: Node) -> Node:
         keys = keys_of(spec)
         more = [new for key in keys for new, *_ in second(key)]
         if more and not there & {str(key).partition(".")[0] for key in keys}:
-            found["dims"][name] = {**_long(spec), "key": list(dict.fromkeys(keys + more))}
+            stated = _long(spec)["key"]
+            others = [] if isinstance(stated, str) else [k for k in stated if k not in keys]
+            found["dims"][name] = {**_long(spec), "key": [*dict.fromkeys(keys + more), *others]}
     read = {key for spec in found["dims"].values() for key in keys_of(spec)}
     for section in ("expect", "refuse"):
         entries = found[section]
@@ -112,10 +114,12 @@ def with_second_names(root: Node) -> Node:
     return _with_sections(root, found)
 
 
-def keys_of(spec: Any) -> list[Any]:
-    """Returns the keys of config.json that the entry of a dim states."""
+def keys_of(spec: Any) -> list[str]:
+    """Returns the keys of config.json that the entry of a dim states, without those that are no
+    text, which the reading of dims refuses.
+    """
     keys = spec.get("key", []) if isinstance(spec, dict) else spec
-    return list(keys) if isinstance(keys, list) else [keys]
+    return [key for key in (keys if isinstance(keys, list) else [keys]) if isinstance(key, str)]
 
 
 def _long(spec: Any) -> dict[str, Any]:
