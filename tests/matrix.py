@@ -150,8 +150,7 @@ def families(results: list[Row]) -> str:
     """
     judged: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for result in results:
-        architecture = _config(result["case"])["architectures"][0]
-        judged[mapping.family_with(architecture), result["dialect"]].append(result)
+        judged[family_of(result["case"]), result["dialect"]].append(result)
     rows = []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
@@ -189,8 +188,10 @@ def read() -> list[Row]:
     return found
 
 
-def _config(case: str) -> dict[str, Any]:
-    return tiny.config(case) if case in tiny.CASES else made_models.config(case)
+def family_of(case: str) -> str:
+    """Returns the name of the family of a tiny model."""
+    config = tiny.config(case) if case in tiny.CASES else made_models.config(case)
+    return mapping.family_with(config["architectures"][0])
 
 
 def _version(text: str) -> list[int]:

@@ -6,8 +6,11 @@ python -m tests.published_page
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from typing import Any
 
 from mckpt import mapping
+from tests.helpers import made_models
 from tests.helpers.published import (
     CONFIGS,
     DIALECTS,
@@ -18,8 +21,9 @@ from tests.helpers.published import (
     UNLOADABLE,
     UNTIL,
 )
-from tests.matrix import table
+from tests.matrix import Row, family_of, read, strongest, table
 
+TRAINERS = {"bridge": "Megatron-Bridge", "swift": "ms-swift"}
 PAGE = ROOT / "docs" / "published-models.md"
 HEAD = """# Published models
 
@@ -31,6 +35,14 @@ dialect of its own. Layers of multi-token prediction are not among these tensors
 transformers saves none. The elements of the tensors are as many as is published for the model
 (parameters), within the rounding or 1 %. Where a row names more repositories, their models have the
 same tensors and need the same options.
+
+GPTModel and HybridModel are about the text model. *whole* says how a model that reads images or
+sound is converted with its towers: as Megatron-Bridge (`bridge`) or ms-swift (`swift`) has them in
+the checkpoint, or only `beside` it ([multimodal models](multimodal.md)). *trained by* names the
+trainers whose checkpoints mckpt writes for the model. *judged by* is the strongest judge of the
+family's text model, with the largest difference of a logit ([judges.md](judges.md) explains them),
+and then the trainers whose own programs saved and loaded tiny whole models of the family with our
+bits, *image* if such a program computed the logits of an image too.
 """
 END = """
 `tests/published_page.py` wrote this page.
@@ -52,9 +64,43 @@ def options(name: str, dialect: str) -> str:
     return f"`{needed}`" if needed else "yes"
 
 
+def trained_by(family: mapping.MappingFile, needed: list[str]) -> str:
+    """Returns the trainers whose checkpoints mckpt writes for the models of a family.
+
+    needed: the cells of the columns GPTModel and HybridModel.
+    """
+    own = [mapping.load("megatron", family.dialect).trainer] if set(needed) == {"other"} else []
+    plain = ["Megatron-LM" if name.startswith("pretrain") else name.split("'")[0] for name in own]
+    others = (TRAINERS[trainer] for trainer in sorted(family.towers))
+    return ", ".join(dict.fromkeys([*(plain or ["Megatron-LM"]), *others]))
+
+
+def judged_by(family: mapping.MappingFile, rows: list[Row]) -> str:
+    """Returns the judges of a family's text model, and of its tiny whole models."""
+    found = [strongest(rows)] if rows else []
+    for trainer, cases in made_models.WHOLE.items():
+        kinds = {
+            kind
+            for case, kind in cases.items()
+            if made_models.config(case)["architectures"][0] in family.architectures
+        }
+        image = ", image" * (made_models.IMAGE in kinds)
+        found += [f"whole: {TRAINERS[trainer]}{image}"] if kinds else []
+    return "; ".join(found) or "-"
+
+
+def whole(family: mapping.MappingFile, config: dict[str, Any]) -> str:
+    """Returns the values of --towers for a model with towers."""
+    if not {"vision_config", "audio_config"} & config.keys():
+        return "-"
+    return ", ".join(f"`{trainer}`" for trainer in sorted(family.towers)) or "`beside`"
+
+
 def page() -> str:
     """Returns the text of the page."""
-    rows = []
+    rows, judged = [], defaultdict[str, list[Row]](list)
+    for result in read():
+        judged[family_of(result["case"])].append(result)
     for name in NAMES:
         config = json.loads((CONFIGS / f"{name}.json").read_text())
         family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
@@ -63,9 +109,15 @@ def page() -> str:
         needed = [options(name, dialect) for dialect in ("gpt", "hybrid")]
         facts = REPOSITORIES[name]
         repositories = ", ".join(f"`{r}`" for r in (facts["repository"], *facts.get("also", ())))
-        rows.append([name, repositories, family.name, facts["parameters"] or "-", *sizes, *needed])
+        more = (
+            whole(family, config),
+            trained_by(family, needed),
+            judged_by(family, judged[family.name]),
+        )
+        shape = facts["parameters"] or "-", *sizes
+        rows.append([name, repositories, family.name, *shape, *needed, *more])
     head = ["model", "repository", "family", "parameters", "layers", "width", "experts"]
-    head += ["GPTModel", "HybridModel"]
+    head += ["GPTModel", "HybridModel", "whole", "trained by", "judged by"]
     return HEAD + table(head, rows) + END
 
 

@@ -52,6 +52,19 @@ BRIDGE_IMAGES = tuple(sorted(path.stem for path in WITH_IMAGES.glob("*.json")))
 OF_SWIFT = FAMILIES / "mcore_bridge"
 SWIFT_MODELS = tuple(sorted(path.stem for path in OF_SWIFT.glob("*.json")))
 
+# Whole models with their towers, by the trainer whose own program saves, loads and exports them;
+# with IMAGE it also computes the logits of an image on CPU. Megatron-Bridge cannot run a gated
+# delta net there, and has the image sizes of Gemma 3 fixed. mcore-bridge reads the experts of
+# Qwen3-VL-MoE in another orientation than transformers: only Megatron-Bridge judges that model.
+IMAGE, LOADED = "image", "loaded"
+WHOLE = {
+    "bridge": {
+        **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), IMAGE),
+        **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl", "gemma3_vl"), LOADED),
+    },
+    "swift": dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),
+}
+
 # case -> names that transformers writes and does not read -> the names of published files
 AS_PUBLISHED = {
     "kimi_k25": {

@@ -35,12 +35,8 @@ from tests.helpers.bridge_facts import tensors
 from tests.helpers.judging import chosen_cases, judge, limit, record
 
 FORWARD = "Megatron-Bridge's forward"
-# whole models that Megatron-Bridge loads with their towers, and those of them that it runs on CPU
-# with an image. It cannot run a gated delta net there, and has the image sizes of Gemma 3 fixed.
-WITH_IMAGE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-WHOLE = (*WITH_IMAGE, "qwen3_5_vl", "qwen3_5_moe_vl", "gemma3_vl")
+WHOLE = made_models.WHOLE["bridge"]
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
-# the start of the keys of a text model inside another one, which mckpt writes alone
 # starts of the names of a text model: in most of them, and in Omni models
 TEXT = ("language_model.", "thinker.language_model.")
 CASES = (
@@ -376,13 +372,13 @@ def test_megatron_bridge_loads_what_mckpt_writes(
     convert(sources / HYBRID, root, "hybrid", run_config=True)
     entry = {"name": f"{HYBRID}-hybrid", "source": str(sources / HYBRID), "checkpoint": str(root)}
     cases.append({**entry, "forward": True, "exported": False})
-    for case in WHOLE:
+    for case, judged in WHOLE.items():
         root = work / "whole-for-bridge" / case
         convert(sources / case, root, None, towers="bridge")
         entry = {"name": f"{case}-whole", "source": str(sources / case), "checkpoint": str(root)}
-        cases.append({**entry, "image": case in WITH_IMAGE})
-    for entry in cases:
-        entry["checkpoint"] = str(next(Path(entry["checkpoint"]).rglob(RUN_CONFIG)).parent)
+        cases.append({**entry, "image": judged == made_models.IMAGE})
+    for one in cases:
+        one["checkpoint"] = str(next(Path(str(one["checkpoint"])).rglob(RUN_CONFIG)).parent)
     results = judge(cases, work / "loaded", te=True, program="bridge", python=PYTHON)
     for name, result in results.items():
         assert result["ok"], (name, result["error"])

@@ -22,9 +22,7 @@ from tests.helpers.judging import explain, judge, record
 
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 CASES = made_models.SWIFT_MODELS
-# whole models with their towers. Of Qwen3-VL-MoE mcore-bridge reads the experts in another
-# orientation than transformers does, so that only Megatron-Bridge judges it.
-WHOLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe")
+WHOLE = tuple(made_models.WHOLE["swift"])
 LIMIT = 2e-5  # of the largest logit
 
 pytestmark = pytest.mark.judge
