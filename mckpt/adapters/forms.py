@@ -199,7 +199,8 @@ class _Held:
 
     path: Path
     held: Layout
-    facts: dict[str, Any]
+    facts: Facts
+    notes: list[str] = field(default_factory=list)
     made_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def layout(self, base: Layout) -> Layout:
@@ -226,7 +227,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Adap
         weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
         kept = factors.kept(laid, kinds)
         held, layout = placing.placed(source, names, kept, chosen.members, chosen.equal)
-        moved = replace(decided.moved, merging=_Held(source.path, held, facts))
+        moved = replace(decided.moved, merging=_Held(source.path, held, {"adapter": facts}))
         stored, shapes = [*weights.stored, *layout.stored], {**weights.shapes, **layout.shapes}
         return moved, replace(laid, stored=stored, shapes=shapes)
 

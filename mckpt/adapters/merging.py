@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 from mckpt.adapters.fitting import FactorProduct, Fit, Place, fit
 from mckpt.adapters.peft import PeftAdapter
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import SourceError, UsageError, counted
 from mckpt.formats.base import Names
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
+from mckpt.storage.manifest import Facts
 from mckpt.values.adding import (
     COLUMN_WISE,
     FACTORS,
@@ -56,16 +57,30 @@ class Merging:
         return merged(base, self.fitted, self.adapter)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Returns the manifest's entry on the adapter."""
         text = json.dumps(self.adapter.config, sort_keys=True)
-        return {
+        about = {
             "config": hashlib.sha256(text.encode()).hexdigest(),
             "modules": len(self.fitted.adapted),
             "replaced": len(self.fitted.whole),
             **({"dora": True} if self.fitted.has_magnitudes else {}),
             **({"notes": list(self.fitted.notes)} if self.fitted.notes else {}),
         }
+        return {"adapter": about}
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns sentences on the values."""
+        modules, whole = len(self.fitted.adapted), len(self.fitted.whole)
+        magnitudes = ", each row gets the length of its magnitude (DoRA)"
+        replaced = f"; {counted(whole, 'tensor')} of it replace the base's"
+        return [
+            f"an adapter of {counted(modules, 'module')} is merged: its products are added in"
+            f" float32{magnitudes * self.fitted.has_magnitudes}, and each sum is rounded once"
+            f"{replaced * bool(whole)}",
+            *self.fitted.notes,
+        ]
 
 
 def merge(base: Source, adapter: PeftAdapter, *, look: bool = True) -> Source:

@@ -23,6 +23,7 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.options import SourceOptions
+from mckpt.storage.manifest import Facts
 from mckpt.storage.staging import MANIFEST
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 
 
 class Addition(Protocol):
-    """Something that is added to the weights of a checkpoint while they are read: an adapter."""
+    """Something that is added to the weights of a checkpoint while they are read: an adapter, or
+    other checkpoints.
+    """
 
     @property
     def path(self) -> Path:
-        """Returns the directory of the adapter."""
+        """Returns the directory of the adapter, or of the checkpoint."""
 
     @property
     def made_of(self) -> Mapping[str, Sequence[str]]:
@@ -44,8 +47,12 @@ class Addition(Protocol):
         """Returns the layout of the base with the products that are added to its pieces."""
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Returns the manifest's entry on the adapter."""
+    def facts(self) -> Facts:
+        """Returns entries of the manifest."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns sentences on the values."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +67,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     model: ModelDescription
     borrows: bool = False  # takes tensors from the directory of --like; see `borrowing`
     has_states: bool = False  # the optimizer's states are among its tensors
-    merging: Addition | None = None  # the adapter that is merged into its weights
+    merging: Addition | None = None  # what is added to its weights
     allow_overflow: bool = False  # values that scales make infinite are read as they are
 
     @classmethod

@@ -270,7 +270,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """
         s, pieces = held.stored, held.pieces
         # all pieces of a logical tensor have one offset
-        cast = Cast(s.stored_as, s.dtype, -pieces[0].offset, held.added is not None)
+        term = "" if held.added is None else s.term
+        cast = Cast(s.stored_as, s.dtype, -pieces[0].offset, term)
         element = Element(cast)
         if held.added is not None:
             element = Element.of(cast, s.added[held.added][row])
@@ -278,7 +279,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             element = Element.of(cast, s.scales.grids[row:])
         file, size, wide = int(s.file[row]), itemsize(s.stored_as), out.itemsize
         kinds = [np.dtype(f"u{size}")] * 2 if cast.same else list(map(numpy_dtype, cast[:2]))
-        cut = by_axes if cast.adapted else moves
+        cut = by_axes if cast.term else moves
         for m, phase in s.phased(m for p in pieces for m in cut(p, into)):
             at = int(s.at[row]) + m.src_start * size
             direct = m.rows == 1 or m.run * size >= DIRECT

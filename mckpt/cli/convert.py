@@ -388,7 +388,7 @@ def _processes(planned: Plan, threads: int) -> int:
     Adding the products of an adapter is many short calls of numpy. The threads of one process wait
     for each other between them, and two processes need two thirds of the time of two threads.
     """
-    if threads or not any(cast.adapted for cast in planned.joined.casts):
+    if threads or not any(cast.term for cast in planned.joined.casts):
         return 1
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, MOST_PROCESSES, planned.nbytes // LEAST_BYTES))

@@ -118,7 +118,6 @@ class Form:
             headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
         unchanged, merging = carried.of(moved.layout), source.merging
         casts = [dtypes.parse(self.target.dtype)] if self.target.dtype else []
-        merges = _merge_notes(merging.facts) if merging else []
         return {
             "mckpt": __version__,
             "source": {
@@ -149,27 +148,16 @@ class Form:
             "casts": [*source.files.casts, *casts],
             "inexact": dict(self.inexact),
             **({"carried": carried.facts(unchanged)} if unchanged else {}),
-            **({"adapter": merging.facts} if merging else {}),
+            **(merging.facts if merging else {}),
             "notes": [
                 *source.model.notes,
-                *merges,
+                *(merging.notes if merging else ()),
                 *self.notes,
                 *filled_notes(moved.layout),
                 *offset_notes(joined, moved.layout),
             ],
             **self.facts,
         }
-
-
-def _merge_notes(merges: Mapping[str, Any]) -> list[str]:
-    """Returns a note on the adapter that is merged. merges: its entry in the manifest."""
-    magnitudes = ", each row gets the length of its magnitude (DoRA)" * merges.get("dora", False)
-    replaced = f"; {counted(merges['replaced'], 'tensor')} of it replace the base's"
-    return [
-        f"an adapter of {counted(merges['modules'], 'module')} is merged: its products are added in"
-        f" float32{magnitudes}, and each sum is rounded once{replaced * bool(merges['replaced'])}",
-        *merges.get("notes", ()),
-    ]
 
 
 def filled_notes(layout: Layout) -> list[str]:

@@ -287,9 +287,9 @@ class _SlabCopy:
             end - row,
             max(SECTOR // max(c.src_pitch, 1) if c.transposed else 1 for c in cluster.copies),
         )
-        # the factors of an adapter are read for each step
-        adapted = any(c.cast != SAME and self.mover.casts[c.cast].adapted for c in cluster.copies)
-        large = cluster.transposed or adapted
+        # the other terms are read for each step
+        computed = any(c.cast != SAME and self.mover.casts[c.cast].term for c in cluster.copies)
+        large = cluster.transposed or computed
         rows = cluster.rows_within(most if large else min(TILE, most), end - row)
         if rows < least:
             rows = min(least, cluster.rows_within(most, end - row))

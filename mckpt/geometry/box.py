@@ -95,9 +95,10 @@ class Stored:
     # the dtype of the elements in the buffer, if the values are these elements rounded to `dtype`
     rounded_from: str | None = None
     carried: bool = False  # no mapping describes it: its bytes are copied and never cast
-    # number of a piece -> the product that is added to it (values/adding.py), as an array of
-    # [stored tensors, rows of a product, WIDTH]: the weights of a model with an adapter
+    # number of a piece -> the product that is added to it (values/adding.py), or the sum of which
+    # it is a term (values/summing.py), as an array of [stored tensors, rows, WIDTH]
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
+    term: str = "product"  # or "sum": the kind of what `added` has
 
     def __post_init__(self) -> None:
         for name in ("layer", "expert", "file"):  # digests of plans need one dtype
@@ -342,18 +343,19 @@ def moves(source: Piece, target: Piece) -> list[Move]:
 
 
 def by_axes(source: Piece, target: Piece) -> list[Move]:
-    """Returns moves that copy the intersection of two boxes of a matrix, of which each axis is one
-    of the matrix.
+    """Returns moves that copy the intersection of two boxes, of which each axis is one of a matrix:
+    the first axis of the tensor, and the others together, whose elements follow each other.
     """
     box = overlap(source.box, target.box)
     if box is None:
         return []
-    (rows, run), ends = box.shape, []
+    rows = box.shape[0] if len(box.shape) > 1 else 1
+    ends = []
     for piece in (source, target):
         skipped = (o - p for o, p in zip(box.offset, piece.box.offset, strict=True))
         start = piece.start + sum(n * s for n, s in zip(skipped, piece.strides, strict=True))
-        ends += [start, *piece.strides]
-    return [Move(rows, run, *ends)]
+        ends += [start, piece.strides[0] if rows > 1 else 0, piece.strides[-1]]
+    return [Move(rows, math.prod(box.shape) // rows, *ends)]
 
 
 def coalesce(listed: Iterable[Move]) -> list[Move]:

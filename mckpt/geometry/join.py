@@ -132,10 +132,10 @@ def join(source: Layout, target: Layout) -> Joined:
             grids.append(t.scales.grids)
         for name, wanted in _by_name(t).items():
             for s, pieces, row_of, first, each_has in holders.get(name, ()):
-                adapted = bool(s.added) and first is not None
+                term = s.term if s.added and first is not None else ""
                 pairs = ((p, w) for p in pieces for w in wanted)
-                found = [m for p, w in pairs for m in (by_axes if adapted else moves)(p, w)]
-                found = found if adapted else coalesce(found)
+                found = [m for p, w in pairs for m in (by_axes if term else moves)(p, w)]
+                found = found if term else coalesce(found)
                 parts_of = s.phased(found)
                 if quantised is not None:
                     assert first is None, f"{t.key} is quantised in the source and in the target"
@@ -145,7 +145,7 @@ def join(source: Layout, target: Layout) -> Joined:
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
                 offset = wanted[0].offset - pieces[0].offset
-                way = Cast(s.stored_as, t.stored_as, offset, adapted)
+                way = Cast(s.stored_as, t.stored_as, offset, term)
                 cast = casts.setdefault(way, len(casts))
                 src, dst = itemsize(s.stored_as), itemsize(t.stored_as)
                 for m, phase in parts_of if len(here) else ():
@@ -153,7 +153,7 @@ def join(source: Layout, target: Layout) -> Joined:
                     part["tensor"], part["cast"] = number[name] + ids[here], cast
                     part["rows"], part["run"] = m.rows, m.run
                     part["grid"] = UNSCALED
-                    if adapted:
+                    if term:
                         part["grid"] = first + each_has * rows
                     elif first is not None:
                         part["grid"] = first + phase * len(s) + rows
@@ -169,6 +169,15 @@ def join(source: Layout, target: Layout) -> Joined:
     parts.clear()  # they take as much memory
     order = np.lexsort((copies["src_at"], copies["src_file"]))
     return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)
+
+
+def proved(layout: Layout) -> None:
+    """Raises CoverError unless the pieces that are read have each element of each tensor once."""
+    every = [s for s in layout.stored if len(s)]
+    layers = 1 + max((int(s.layer.max()) for s in every), default=0)
+    experts = 1 + max((int(s.expert.max()) for s in every), default=0)
+    if problems := _prove(layout, layers, experts):
+        raise CoverError.of("a source does not have each of its elements once:", problems)
 
 
 def _ids(s: Stored, experts: int) -> np.ndarray:

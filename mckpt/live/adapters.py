@@ -23,7 +23,7 @@ from mckpt.formats.hf_files import tensors_of
 from mckpt.geometry.join import UNSCALED
 from mckpt.live.buckets import OWN, Buckets
 from mckpt.live.model import adapter_of, required
-from mckpt.values.adding import NO_AXIS, Factor, Product
+from mckpt.values.adding import NO_AXIS, Factor, Product, lines
 from mckpt.values.dtypes import sum_dtype
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Products:
         product = self._product(move.grid)
         item, (pitch, step) = weights.element_size(), move.src_strides
         start = (move.origin - product.at) // item
-        turned, row, down, column, along = product.lines(move.shape, start, pitch, step)
+        turned, row, down, column, along = lines(product, move.shape, start, pitch, step)
         weights, out = weights.view(move.shape), out.view(move.shape)
         if turned:
             weights, out = weights.T, out.T

@@ -130,7 +130,7 @@ def steps_of(
         weight = memory.number(copy.src_at) if copy.rank in (rank, OWN) else 0
         width = itemsize(cast.target)
         at = copy.at // width
-        adds = (copy.grid, copy.src_at - copy.shift) if cast.adapted else (UNSCALED, 0)
+        adds = (copy.grid, copy.src_at - copy.shift) if cast.term else (UNSCALED, 0)
         if copy.rank == rank:
             start = at - (0 if receives else first // width)
             move = LiveMove(copy.number, shape, copy.src_at, src_strides, start, dense, None, *adds)

@@ -251,7 +251,7 @@ class Sync:
         return cast.overflows and not self.allow_overflow
 
     def _is_special(self, cast: Cast) -> bool:
-        return bool(cast.offset) or cast.adapted or self._overflows(cast)
+        return bool(cast.offset or cast.term) or self._overflows(cast)
 
     def _send(self, bucket: Bucket, steps: Steps) -> _SentBucket:
         """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
@@ -322,11 +322,11 @@ class Sync:
                 with torch.no_grad():
                     torch._foreach_copy_(wanted, given)  # in as few kernels as torch can
                 continue
-            if cast.adapted:
+            if cast.term:
                 for m, place, values in zip(moves, wanted, given, strict=True):
                     self._products.add(m, values, place)
             for m, place, values in zip(moves, wanted, given, strict=True):
-                if not cast.adapted:
+                if not cast.term:
                     place.copy_(_shifted(values, cast))
                 if self._overflows(cast):
                     flag = (place.isinf() & values.isfinite()).any()

@@ -63,6 +63,7 @@ class Facts(TypedDict, total=False):
     carried: dict[str, Any]
     tower_keys: list[str]
     adapter: dict[str, Any]
+    average: dict[str, Any]
     optimizer: dict[str, Any]
     left_behind: list[str]
     notes: list[str]

@@ -18,7 +18,7 @@ read and summed again for the lengths, once for each block of rows: `Lengths` ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import NoValue, bfloat16_bits, itemsize, numpy_dtype, sum_dtype
@@ -115,23 +115,6 @@ class Product(NamedTuple):
         magnitudes = {self.magnitudes.file} if self.axis != NO_AXIS else set()
         return {self.left.file, self.right.file, *magnitudes, *(s.part.file for s in self.segments)}
 
-    def lines(
-        self, shape: tuple[int, ...], start: int, pitch: int, step: int
-    ) -> tuple[bool, int, int, int, int]:
-        """Returns where elements [m, n] of the part lie in the product: whether n goes down, the
-        first row and the distance of rows, the first column and the distance of columns.
-
-        Element (i, j) is start + i * pitch + j * step elements behind the first one of the part.
-        """
-        m, n = shape
-        turned = (n > 1 and step >= self.down) or (n == 1 and m > 1 and pitch < self.down)
-        if turned:
-            m, n, pitch, step = n, m, step, pitch
-        down = max(1, pitch // self.down) if m > 1 else 1
-        along = max(1, step // self.along) if n > 1 else 1
-        row, column = start // self.down + self.row, start % self.down // self.along + self.column
-        return turned, row, down, column, along
-
     def words(self) -> list[int]:
         """Returns the numbers of `of`, [(ROWS + segments) * WIDTH]."""
         place = [self.at, self.down, self.along, self.row, self.column, self.rank]
@@ -163,6 +146,39 @@ class Product(NamedTuple):
             magnitudes,
             tuple(Segment(Factor(*one[:5]), *one[5:9]) for one in segments),
         )
+
+
+class _Part(Protocol):
+    """A part of a matrix in a file, whose element (i, j) is i * down + j * along elements behind
+    its first one, and element (row + i, column + j) of the matrix.
+    """
+
+    @property
+    def down(self) -> int: ...
+    @property
+    def along(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def column(self) -> int: ...
+
+
+def lines(
+    part: _Part, shape: tuple[int, ...], start: int, pitch: int, step: int
+) -> tuple[bool, int, int, int, int]:
+    """Returns where elements [m, n] of a part lie in its matrix: whether n goes down, the first row
+    and the distance of rows, the first column and the distance of columns.
+
+    Element (i, j) is start + i * pitch + j * step elements behind the first one of the part.
+    """
+    m, n = shape
+    turned = (n > 1 and step >= part.down) or (n == 1 and m > 1 and pitch < part.down)
+    if turned:
+        m, n, pitch, step = n, m, step, pitch
+    down = max(1, pitch // part.down) if m > 1 else 1
+    along = max(1, step // part.along) if n > 1 else 1
+    row, column = start // part.down + part.row, start % part.down // part.along + part.column
+    return turned, row, down, column, along
 
 
 class Lengths:
@@ -254,7 +270,7 @@ def add(
     """
     item, rank = weights.itemsize, product.rank
     numbers = (at - product.at) // item, pitch // item, step // item
-    turned, row, down, column, along = product.lines(weights.shape, *numbers)
+    turned, row, down, column, along = lines(product, weights.shape, *numbers)
     if turned:
         weights, out = weights.T, out.T
     (m, n), wide = weights.shape, sum_dtype(item, out.itemsize)

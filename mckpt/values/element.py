@@ -6,6 +6,7 @@ elements takes its rules from here.
     with an offset                              shifted, and rounded once to the target
     of a quantised weight (`Grid`)              times its scale, rounded to bfloat16, then cast
     of a weight with an adapter (`Product`)     plus the product, and rounded once to the target
+    of several checkpoints (`Sum`)              times its coefficient, added to the others' values
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from mckpt.lazy import numpy as np
 from mckpt.values.adding import Lengths, Product, Read, add
 from mckpt.values.dtypes import NoValue, cast, has_infinity, numpy_dtype, pieces, shift
 from mckpt.values.quantisation import VALUES, Grid, dequantise
+from mckpt.values.summing import Sum, average
+
+PRODUCT, SUM = "product", "sum"
 
 
 class Cast(NamedTuple):
@@ -24,12 +28,12 @@ class Cast(NamedTuple):
     source: str  # dtype
     target: str  # dtype
     offset: float = 0.0  # added to the value
-    adapted: bool = False  # the product of an adapter is added
+    term: str = ""  # PRODUCT or SUM: a part of each element is read from other places
 
     @property
     def same(self) -> bool:
         """Returns whether the target has the bytes of the source."""
-        return self.source == self.target and not (self.offset or self.adapted)
+        return self.source == self.target and not (self.offset or self.term)
 
     @property
     def overflows(self) -> bool:
@@ -49,16 +53,18 @@ class Place(NamedTuple):
 
 class Element(NamedTuple):
     """The computation of the elements of one copy: a cast, and either scales, by which the elements
-    are multiplied, or a product, which is added to them.
+    are multiplied, a product, which is added to them, or a sum, of which they are one term.
     """
 
     cast: Cast
-    term: Grid | Product | None = None
+    term: Grid | Product | Sum | None = None
 
     @classmethod
     def of(cls, cast: Cast, table: np.ndarray) -> Element:
         """Returns the element whose term starts in the first row of a table (Joined.grids)."""
-        return cls(cast, Product.of(table) if cast.adapted else Grid(*table[0].tolist()))
+        if cast.term:
+            return cls(cast, Sum.of(table) if cast.term == SUM else Product.of(table))
+        return cls(cast, Grid(*table[0].tolist()))
 
     def fill(
         self,
@@ -76,6 +82,8 @@ class Element(NamedTuple):
         """
         if isinstance(self.term, Product):
             add(self.term, src, out, *place, read, lengths)
+        elif isinstance(self.term, Sum):
+            average(self.term, src, out, *place, read, self.cast.offset)
         elif self.term is not None:
             dequantise(self.term, src, out, *place, read, allow_overflow)
         elif self.cast.offset:

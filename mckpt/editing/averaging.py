@@ -1,0 +1,338 @@
+"""Weighted sums of checkpoints of one model: iterations of a run, or models trained from one.
+
+The inputs may have any formats and parallel sizes. One of them, the base, is copied; each of its
+pieces knows the places of the same elements in the others (values/summing.py). So the sum is
+planned, proved, written and continued as any other conversion, and no input is read as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.logical import Reader
+from mckpt.errors import MappingError, SourceError, UsageError
+from mckpt.formats.megatron.optimizer import MASTER, is_state
+from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
+from mckpt.geometry.join import proved
+from mckpt.lazy import numpy as np
+from mckpt.mapping import equal
+from mckpt.storage.manifest import Facts
+from mckpt.values.adding import FACTORS, WIDTH, Factor
+from mckpt.values.dtypes import itemsize
+from mckpt.values.summing import BASE, Sum, Term
+
+Place = tuple[str, int, int]  # a template, layer and expert
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The sum of several checkpoints, one of which is read as the base."""
+
+    inputs: tuple[Checkpoint, ...]
+    coefficients: tuple[float, ...]  # of each input
+    base: int  # its number
+    masters: bool = False  # the fp32 master copies are summed, and not the weights
+
+    @property
+    def path(self) -> Path:
+        return self.inputs[self.base].path
+
+    @property
+    def made_of(self) -> Mapping[str, Sequence[str]]:
+        return {}
+
+    def layout(self, base: Layout) -> Layout:
+        """Returns the layout of the base, each piece of which is a term of a sum.
+
+        Raises SourceError for inputs that do not have the same elements.
+        """
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> Layout:
+        layouts = [self._read(one) for one in self.inputs]
+        base = layouts[self.base]
+        files, others = list(base.files), dict[int, dict[Place, list[_Matrix]]]()
+        for number, layout in enumerate(layouts):
+            if number != self.base:
+                self._refuse_apart(number, layout, base)
+                others[number] = _places(layout, len(files))
+                files += layout.files
+        stored = [self._summed(s, base.shapes, others) for s in base.stored if not s.replica]
+        return replace(base, files=files, stored=stored)
+
+    @property
+    def facts(self) -> Facts:
+        """Returns the manifest's entry: what was summed, without paths."""
+        inputs = []
+        for one, coefficient in zip(self.inputs, self.coefficients, strict=True):
+            headers = hashlib.sha256()
+            layout = self._read(one)
+            for s in layout.stored:
+                for array in (s.layer, s.expert, s.file, s.at):
+                    headers.update(np.ascontiguousarray(array).tobytes())
+                headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
+            iteration = one.files.iteration
+            inputs.append(
+                {
+                    "coefficient": coefficient.hex(),
+                    "format": one.format,
+                    "layout": headers.hexdigest(),
+                    **({} if iteration is None else {"iteration": iteration}),
+                }
+            )
+        return {"average": {"inputs": inputs, "of": "masters" if self.masters else "weights"}}
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns the contract of the values."""
+        what = "master copies" if self.masters else "weights"
+        listed, count = ", ".join(f"{c:.6g}" for c in self.coefficients), len(self.inputs)
+        return [
+            f"formula: each element is the sum of the {what} of {count} checkpoints times"
+            f" {listed}: fused multiply-adds in float32 in this order, rounded once"
+        ]
+
+    def _read(self, one: Checkpoint) -> Layout:
+        """Returns the layout of what is summed of one input: its weights, or the master copies
+        under their names.
+        """
+        if not self.masters:
+            return one.layout
+        layout = one.with_optimizer().layout
+        weights = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+        suffix, kept, held = f"@{MASTER}", list[Stored](), set[str]()
+        for s in layout.stored:
+            pieces = tuple(
+                p._replace(tensor=p.tensor.removesuffix(suffix))
+                for p in s.pieces
+                if p.tensor.endswith(suffix)
+            )
+            # the pieces of a buffer may belong to weights of several dtypes
+            for dtype in sorted({weights[p.tensor] for p in pieces}):
+                own = tuple(p for p in pieces if weights[p.tensor] == dtype)
+                held.update(p.tensor for p in own)
+                wide = s.stored_as if s.stored_as != dtype else None
+                kept.append(replace(s, dtype=dtype, pieces=own, rounded_from=wide, view=True))
+        if not kept:
+            raise UsageError(
+                f"{one.path}: has no fp32 master copies of the weights; leave out --from masters"
+            )
+        # a frozen weight has none, and is the same in all iterations
+        for s in layout.stored:
+            rest = tuple(p for p in s.pieces if not is_state(p.tensor) and p.tensor not in held)
+            if rest:
+                kept.append(replace(s, pieces=rest, view=True))
+        names = {p.tensor for s in kept for p in s.pieces}
+        shapes = {name: shape for name, shape in layout.shapes.items() if name in names}
+        return replace(layout, stored=kept, shapes=shapes)
+
+    def _refuse_apart(self, number: int, layout: Layout, base: Layout) -> None:
+        """Raises an error for an input that is another model than the base."""
+        one, first = self.inputs[number], self.inputs[self.base]
+        apart = [
+            f"{name}: {one.dims.get(name)!r}, and {value!r} in {first.path}"
+            for name, value in first.dims.items()
+            if not equal(one.dims.get(name), value)
+        ]
+        if apart:
+            raise MappingError.of(
+                f"{one.path}: is a model of other dims:",
+                apart,
+                "Checkpoints of one shape can be summed; --set NAME=VALUE corrects a wrong dim.",
+            )
+        proved(layout)
+        names, wanted = set(Reader(layout)), set(Reader(base))
+        if names != wanted:
+            raise SourceError.of(
+                f"{one.path}: has other tensors than {first.path}:", sorted(names ^ wanted)
+            )
+        shapes = [
+            f"{name}: {list(layout.shapes[name])}, and {list(shape)} in {first.path}"
+            for name, shape in base.shapes.items()
+            if layout.shapes.get(name, shape) != shape
+        ]
+        if shapes:
+            raise SourceError.of(f"{one.path}: has tensors of other shapes:", shapes)
+
+    def _summed(
+        self,
+        s: Stored,
+        shapes: Mapping[str, tuple[int, ...]],
+        others: Mapping[int, Mapping[Place, list[_Matrix]]],
+    ) -> Stored:
+        """Returns stored tensors whose pieces are terms of sums."""
+        self._refuse_computed(s, self.inputs[self.base])
+        added: dict[int, np.ndarray] = {}
+        for number, piece in enumerate(s.pieces):
+            own = _matrix(piece, shapes[piece.tensor])
+            if turned := own.down < own.along:  # the buffer has the columns one after the other
+                own = own.turned
+            words = []
+            for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+                terms = list(self._terms((piece.tensor, *at), own, turned, piece, s, others))
+                start = int(s.at[row]) + own.start * itemsize(s.stored_as)
+                place = start, own.down, own.along, own.row, own.column
+                words.append(Sum(*place, tuple(terms)).words())
+            longest = max(map(len, words), default=0)
+            filled = [one + [0] * (longest - len(one)) for one in words]
+            added[number] = np.array(filled, "i8").reshape(len(s), -1, WIDTH)
+        return replace(s, added=added, term="sum")
+
+    def _terms(
+        self,
+        place: Place,
+        own: _Matrix,
+        turned: bool,
+        piece: Piece,
+        s: Stored,
+        others: Mapping[int, Mapping[Place, list[_Matrix]]],
+    ) -> Iterator[Term]:
+        """Yields the terms of the sum of a piece, in the order of the inputs."""
+        for number, coefficient in enumerate(self.coefficients):
+            rounded = float(np.float32(coefficient))
+            if number == self.base:
+                base = Factor(BASE, 0, 0, 0, 0)
+                yield Term(base, rounded, own.row, own.column, own.rows, own.columns)
+                continue
+            covered = 0
+            for one in others[number].get(place, ()):
+                part = one.turned if turned else one
+                if (inner := overlap(own.box, part.box)) is None:
+                    continue
+                self._refuse_computed(part.of, self.inputs[number])
+                if part.offset != piece.offset:
+                    raise UsageError(
+                        f"{self.inputs[number].path}: {part.of.key} is stored as the sum of the"
+                        f" value and {part.offset:g}, and {s.key} of {self.path} with"
+                        f" {piece.offset:g}; convert both to one format first"
+                    )
+                covered += math.prod(inner.shape)
+                yield Term(part.factor, rounded, *part.box.offset, *part.box.shape)
+            assert covered == own.rows * own.columns, (place, number, covered)
+
+    def _refuse_computed(self, s: Stored, of: Checkpoint) -> None:
+        """Raises UsageError for a tensor whose elements are not stored as they are."""
+        if s.scales or s.added or s.stored_as not in FACTORS:
+            raise UsageError(
+                f"{of.path}: {s.key} is stored quantised or as {s.stored_as}; convert the"
+                " checkpoint to one of plain weights first"
+            )
+        if s.rounded_from and not self.masters:
+            raise UsageError(
+                f"{of.path}: {s.key} is stored in {s.rounded_from} as the master copy; give"
+                " --from masters"
+            )
+
+
+def average(
+    inputs: Sequence[Checkpoint],
+    coefficients: Sequence[float],
+    base: int = 0,
+    masters: bool = False,
+) -> Checkpoint:
+    """Returns a checkpoint whose weights are the sum of those of several, times coefficients.
+
+    base: the number of the input whose args, config and tokenizer the result has.
+
+    Raises UsageError for numbers that do not fit, and the errors of `Averaging.layout`.
+    """
+    if len(inputs) != len(coefficients):
+        raise UsageError(f"{len(coefficients)} weights are given for {len(inputs)} checkpoints")
+    if not all(map(math.isfinite, coefficients)):
+        raise UsageError(f"weights must be finite numbers, not {list(coefficients)}")
+    first = inputs[base]
+    summed = Averaging(tuple(inputs), tuple(map(float, coefficients)), base, masters)
+    out = replace(first, merging=summed)
+    _ = out.layout
+    if any(p.offset for s in out.layout.stored for p in s.pieces) and not math.isclose(
+        math.fsum(coefficients), 1.0, abs_tol=1e-6
+    ):
+        raise UsageError(
+            f"{first.path}: stores weights of norms as the sum of the value and a number, so the"
+            f" weights must have the sum 1, and have {math.fsum(coefficients):g}; give --normalize"
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A piece of one stored tensor as a part of a matrix: element (i, j) is start + i * down + j *
+    along of the buffer, and element (row + i, column + j) of the logical tensor.
+    """
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    start: int
+    down: int
+    along: int
+    offset: float
+    of: Stored
+    file: int
+    at: int
+
+    @property
+    def box(self) -> Box:
+        return Box((self.row, self.column), (self.rows, self.columns))
+
+    @property
+    def turned(self) -> _Matrix:
+        return replace(
+            self,
+            row=self.column,
+            column=self.row,
+            rows=self.columns,
+            columns=self.rows,
+            down=self.along,
+            along=self.down,
+        )
+
+    @property
+    def factor(self) -> Factor:
+        start = self.at + self.start * itemsize(self.of.stored_as)
+        dtype = FACTORS.index(self.of.stored_as)
+        return Factor(self.file, start, self.down, self.along, dtype)
+
+
+def _matrix(
+    piece: Piece, shape: tuple[int, ...], of: Any = None, file: int = 0, at: int = 0
+) -> _Matrix:
+    """Returns a piece as a part of a matrix, whose rows are the first axis of the tensor."""
+    box, strides = piece.box, piece.strides
+    width = math.prod(shape[1:])
+    if len(shape) == 1:
+        row, column, rows, columns = 0, box.offset[0], 1, box.shape[0]
+        down, along = strides[0] * columns + 1, strides[0]
+    elif len(shape) == 2:
+        (row, column), (rows, columns), (down, along) = box.offset, box.shape, strides
+    else:
+        dense = tuple(strides[-1] * step for step in row_major(shape[1:]))
+        if any(box.offset[1:]) or box.shape[1:] != shape[1:] or strides[1:] != dense:
+            raise UsageError(f"{piece.tensor} {list(shape)}: only its first axis may be sharded")
+        row, column, rows, columns = box.offset[0], 0, box.shape[0], width
+        down, along = strides[0], strides[-1]
+    return _Matrix(row, column, rows, columns, piece.start, down, along, piece.offset, of, file, at)
+
+
+def _places(layout: Layout, first: int) -> dict[Place, list[_Matrix]]:
+    """Returns the parts of each logical tensor. first: the number of the layout's first file."""
+    found: dict[Place, list[_Matrix]] = {}
+    for s in layout.stored:
+        if s.replica:
+            continue
+        for piece in (p for p in s.pieces if not p.copy):
+            part = _matrix(piece, layout.shapes[piece.tensor], s)
+            numbers = (array.tolist() for array in (s.layer, s.expert, s.file, s.at))
+            for layer, expert, file, at in zip(*numbers, strict=True):
+                own = replace(part, file=first + file, at=at)
+                found.setdefault((piece.tensor, layer, expert), []).append(own)
+    return found

@@ -1,0 +1,160 @@
+"""Weighted sums of the tensors of several checkpoints: computes the average of iterations.
+
+    total = 0
+    total = fma(coefficient, value, total)      for each input, in the order of the inputs
+
+The values and the coefficients are float32, and so is the total. A fused multiply-add has one
+rounding, so these are the bits of torch's `total.add_(value, alpha=coefficient)` on processors that
+have such an instruction. The total is rounded once more, to the dtype of the target.
+
+The input that is copied is the base; the others are read for each part of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mckpt.lazy import numpy as np
+from mckpt.values.adding import CHUNK, WIDTH, Factor, Read, lines
+
+BASE = -1  # the file of the term that stands for the base
+# the bits of a float64 that a float32 does not have, and those of a value in the middle of two
+LOST, MIDDLE = (1 << 29) - 1, 1 << 28
+NORMAL = 2.0**-126  # the smallest float32 of full precision; below it, they are 2**-149 apart
+
+
+class Term(NamedTuple):
+    """A part of one input, from element (row, column) of the tensor on."""
+
+    part: Factor
+    coefficient: float
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+class Sum(NamedTuple):
+    """The sum that replaces a part of the base's tensor, and the place of the part in its file.
+
+    Element (i, j) of the part is i * down + j * along elements behind byte `at`, and is element
+    (row + i, column + j) of the tensor. `down` is larger than `along`.
+    """
+
+    at: int  # bytes
+    down: int  # elements
+    along: int  # elements
+    row: int
+    column: int
+    terms: tuple[Term, ...]  # in the order of the inputs; that of the base has BASE as its file
+
+    @property
+    def files(self) -> set[int]:
+        """The numbers of the files of the other inputs."""
+        return {term.part.file for term in self.terms} - {BASE}
+
+    def words(self) -> list[int]:
+        """Returns the numbers of `of`, [(1 + terms) * WIDTH]."""
+        head = [self.at, self.down, self.along, self.row, self.column, len(self.terms)]
+        words = head + [0] * (WIDTH - len(head))
+        for part, coefficient, *box in self.terms:
+            row = [*part, int(np.float64(coefficient).view("i8")), *box]
+            words += row + [0] * (WIDTH - len(row))
+        return words
+
+    @classmethod
+    def of(cls, words: np.ndarray) -> Sum:
+        """Returns the sum of its numbers, which start at the first row of [rows, WIDTH]."""
+        at, down, along, row, column, count = words[0, :6].tolist()
+        terms = (
+            Term(Factor(*one[:5]), float(np.int64(one[5]).view("f8")), *one[6:10])
+            for one in words[1 : 1 + count].tolist()
+        )
+        return cls(at, down, along, row, column, tuple(terms))
+
+
+def average(
+    of: Sum,
+    base: np.ndarray,
+    out: np.ndarray,
+    at: int,
+    pitch: int,
+    step: int,
+    read: Read,
+    offset: float = 0.0,
+) -> None:
+    """Fills `out` [m, n], of any float dtype, with the sums of the inputs, plus `offset`.
+
+    base[i, j] is the base's element at byte at + i * pitch + j * step of its file.
+    """
+    item = base.itemsize
+    numbers = (at - of.at) // item, pitch // item, step // item
+    turned, row, down, column, along = lines(of, base.shape, *numbers)
+    if turned:
+        base, out = base.T, out.T
+    m, n = base.shape
+    width = max(1, min(n, CHUNK))
+    height = max(1, min(m, CHUNK // width))
+    for top in range(0, m, height):
+        for left in range(0, n, width):
+            part = slice(top, min(m, top + height)), slice(left, min(n, left + width))
+            values = base[part]
+            total = np.zeros(values.shape, "f4")
+            for term in of.terms:
+                if term.part.file == BASE:
+                    _add(total, np.asarray(values, "f4"), term.coefficient)
+                    continue
+                rows = _within(row + top * down, down, values.shape[0], term.row, term.rows)
+                columns = _within(
+                    column + left * along, along, values.shape[1], term.column, term.columns
+                )
+                if rows and columns:
+                    found = term.part.block(
+                        *(rows.first - term.row, rows.extent),
+                        *(columns.first - term.column, columns.extent),
+                        read,
+                    )
+                    here = total[rows.there, columns.there]
+                    _add(here, found[::down, ::along], term.coefficient)
+            if offset:
+                total += np.float32(offset)
+            np.copyto(out[part], total, casting="unsafe")
+
+
+class _Span(NamedTuple):
+    """Some of the lines of a part that lie in a term."""
+
+    there: slice  # in the part
+    first: int  # line of the tensor
+    extent: int  # lines of the tensor from the first to the last
+
+
+def _within(start: int, step: int, count: int, low: int, num: int) -> _Span | None:
+    """Returns those of the lines start, start + step, ... that are in low .. low + num."""
+    first = max(0, -(-(low - start) // step))
+    end = min(count, -(-(low + num - start) // step))
+    if first >= end:
+        return None
+    return _Span(slice(first, end), start + first * step, (end - first - 1) * step + 1)
+
+
+def _add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
+    """Adds values times a coefficient to the total, all in float32, with one rounding.
+
+    The product of two float32 is exact in float64. Their sum with a third is rounded to float64 and
+    then to float32, which differs from one rounding only if the first result lies in the middle of
+    two float32: there, what the first rounding lost decides.
+    """
+    product = np.multiply(values, np.float64(coefficient), dtype="f8")
+    wide = product + total
+    small = np.abs(wide) < NORMAL
+    tied = (wide.view("i8") & LOST) == MIDDLE
+    if small.any():
+        scaled = wide[small] * 2.0**149
+        tied[small] = scaled - np.floor(scaled) == 0.5
+    if tied.any():
+        added, sums = total[tied].astype("f8"), wide[tied]
+        back = sums - added
+        lost = (added - (sums - back)) + (product[tied] - back)
+        wide[tied] = np.where(lost == 0, sums, np.nextafter(sums, np.copysign(np.inf, lost)))
+    np.copyto(total, wide, casting="same_kind")
