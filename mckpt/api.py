@@ -26,6 +26,7 @@ from mckpt.keywords import MegatronOptions, MoveKeywords, Options, RunKeywords, 
 from mckpt.options import (
     SIZES,
     AdapterOptions,
+    AverageOptions,
     CompareOptions,
     PlaceOptions,
     PushOptions,
@@ -263,6 +264,45 @@ def reshard(
     if not formats.get(str(kept["format"])).megatron:
         raise UsageError(f"format {kept['format']!r}: is not one of Megatron; `convert` writes it")
     return _write(source, dst, _target(source, kept), options)
+
+
+@keywords(_Conversion)
+def merge(
+    sources: Iterable[Source],
+    dst: str | Path,
+    *,
+    weights: Iterable[float] | None = None,
+    schedule: Literal["linear", "minus-sqrt"] | None = None,
+    reverse: bool = False,
+    normalize: bool = False,
+    summed: Literal["weights", "masters"] = "weights",
+    base: int = 0,
+    **options: Unpack[_Conversion],
+) -> dict[str, Any]:
+    """Writes the weighted sum of several checkpoints of one model, of any formats and sizes, and
+    returns the content of mckpt.json.
+
+    weights: the coefficient of each; without it and `schedule` all have the same, with the sum 1.
+    schedule, reverse: coefficients that stand for a decay of the learning rate; the oldest
+        checkpoint comes first.
+    normalize: divides the coefficients by their sum.
+    summed: "masters" sums the fp32 master copies of an optimizer in the place of the weights.
+    base: the number of the checkpoint whose format, args, config and tokenizer the result has.
+
+    The other keywords are those of `convert`. Each element is computed in float32 by fused
+    multiply-adds in the order of the checkpoints, and rounded once. The optimizer's state is left
+    out. Raises MappingError for models of other dims, SourceError for other tensors, UsageError for
+    tensors that are quantised, and the errors of `convert`.
+    """
+    from mckpt.editing import averaging
+
+    stated = AverageOptions(weights, schedule, reverse, normalize, summed)
+    inputs = [_opened(source) for source in sources]
+    found = averaging.coefficients(stated, len(inputs))
+    source = averaging.average(inputs, found, base, summed == "masters")
+    kept = formats.kept_or_default(source.format) if source.is_megatron else formats.HUGGING_FACE
+    target = _target(source, {**options, "format": options.get("format") or kept})
+    return _write(source, dst, averaging.weights_alone(source, target), options)
 
 
 @keywords(RunKeywords)

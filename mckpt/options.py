@@ -39,6 +39,7 @@ HUGGING_FACE = Section("Writing a Hugging Face directory")
 MEGATRON = Section("Writing a Megatron checkpoint")
 PARALLEL = Section("Parallel sizes")
 CONVERSION = Section("Conversion")
+SUMMING = Section("Weighted sum")
 COMPARISON = Section("Comparison")
 RUN = Section("Run on Megatron-Core")
 DATA = Section("Steps and data")
@@ -190,6 +191,17 @@ def _names(option: Option, listed: Any) -> tuple[str, ...]:
     if isinstance(listed, str) or not all(isinstance(name, str) for name in names):
         raise option.refusal(listed)
     return names
+
+
+def _numbers(option: Option, given: Any) -> tuple[float, ...]:
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        numbers = tuple(float(part) for part in parts)
+    except (TypeError, ValueError):
+        numbers = ()
+    if not numbers or not all(map(math.isfinite, numbers)):
+        raise UsageError(f"{option.flags[0]} {given!r}: give finite numbers, such as 0.5,0.5")
+    return numbers
 
 
 def _dims(option: Option, given: Any) -> Mapping[str, Any]:
@@ -467,6 +479,40 @@ class AdapterOptions(Table, frozen=True):
         "Of an adapter of PEFT with experts in one parameter: the order of the columns of the"
         " factor B. grouped_by_expert is that of Unsloth before September 2026. Without it,"
         " lora_B_layout of adapter_config.json decides, else rank_major."
+    )
+
+
+class AverageOptions(Table, frozen=True):
+    """Options of a weighted sum of checkpoints: the coefficients, and the iterations of a run."""
+
+    weights: str | Iterable[float] | None = SUMMING(
+        "The coefficient of each checkpoint, in their order, such as 0.5,0.3,0.2; may be negative."
+        " Without it and --schedule, all have the same, and the sum 1.",
+        word="W,W,...",
+        read=_numbers,
+    )
+    schedule: Literal["linear", "minus-sqrt"] | None = SUMMING(
+        "Coefficients that stand for the decay of the learning rate at the end of a run, as"
+        " weighted_merge.py of Megatron-LM has them; the oldest checkpoint comes first."
+    )
+    reverse: bool = SUMMING("Take the coefficients of --schedule in reverse.", False)
+    normalize: bool = SUMMING("Divide the coefficients by their sum.", False)
+    summed: Literal["weights", "masters"] = SUMMING(
+        "weights: the sum of the weights. masters: that of the fp32 master copies of an optimizer,"
+        " so that each weight is rounded once.",
+        "weights",
+        flags="--from",
+    )
+    start: int | None = SUMMING("Of one run: the first iteration that may be taken.")
+    end: int | None = SUMMING("Of one run: the last iteration that may be taken.")
+    window: float | None = SUMMING(
+        "Of one run: take the iterations of the last billions of tokens, by seq_length and"
+        " global_batch_size of its args.",
+        word="BILLIONS",
+    )
+    min_interval: int | None = SUMMING(
+        "Of one run: take iterations that are at least N apart, from the last one backward.",
+        least=1,
     )
 
 

@@ -13,14 +13,14 @@ import click
 from mckpt import formats
 from mckpt.cli import convert, shared
 from mckpt.cli.commands import Commands
-from mckpt.cli.options import PATH, Options, command, json_option
+from mckpt.cli.options import PATH, command, json_option
 from mckpt.cli.terminal import echo
 from mckpt.errors import UsageError
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.options import AdapterOptions
 
 if TYPE_CHECKING:
-    from mckpt.checkpoint.checkpoint import Checkpoint
+    pass
 
 
 @click.group(cls=Commands)
@@ -68,28 +68,10 @@ def merge(
         raise UsageError(f"DST is the adapter itself, {adapter}; give another directory")
     plain = shared.open_source(base, options)
     with forms.opened_adapter(adapter, plain, alpha, AdapterOptions.of(options)) as found:
-        _write_merged(merging.merge(plain, found), dst, target_format, options)
-
-
-def _write_merged(
-    source: Checkpoint, dst: Path, target_format: str | None, options: Options
-) -> None:
-    """Writes the weights of a base with an adapter."""
-    sizes = shared.parallel_sizes(options)
-    if target_format is None:
-        target_format = formats.HUGGING_FACE
-        if source.is_megatron or any(sizes.values()):
-            target_format = formats.kept_or_default(source.format)
-    to_megatron = formats.FORMATS[target_format].megatron
-    if any(sizes.values()) and not to_megatron:
-        raise UsageError(
-            "a Hugging Face directory has no parallel sizes; leave them out, or give --format"
-            f" {formats.MEGATRON}"
-        )
-    parallel = source.parallel.with_(**sizes) if to_megatron else None
-    target = shared.make_target(options, target_format, parallel)
-    if outcome := convert.carry_out(source, dst, target, options):
-        outcome.show(options["as_json"])
+        merged = merging.merge(plain, found)
+        target = shared.target_like(merged, options, target_format)
+        if outcome := convert.carry_out(merged, dst, target, options):
+            outcome.show(options["as_json"])
 
 
 @command()

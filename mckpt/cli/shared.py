@@ -32,6 +32,7 @@ from mckpt.options import (
     RUN,
     SIZES,
     AdapterOptions,
+    AverageOptions,
     PlaceOptions,
     RunOptions,
     SizeOptions,
@@ -59,6 +60,7 @@ of_place = partial(from_table, PlaceOptions)
 of_run = partial(from_table, RunOptions)
 of_adapter = partial(from_table, AdapterOptions)
 of_verify = partial(from_table, VerifyOptions)
+of_average = partial(from_table, AverageOptions)
 
 source_argument = click.argument("src", type=PATH)
 destination_argument = click.argument("dst", type=PATH)
@@ -208,6 +210,26 @@ def parse_settings(options: Options) -> dict[str, Any]:
 def parallel_sizes(options: Options) -> dict[str, Any]:
     """Returns the fields of `Parallel` that the options set; None if an option is not given."""
     return {name: options[name] for name in SIZES}
+
+
+def target_like(source: Checkpoint, options: Options, target_format: str | None) -> TargetOptions:
+    """Returns the target of a command whose result is of the format of its source, unless sizes or
+    a format are given.
+    """
+    sizes = parallel_sizes(options)
+    if target_format is None:
+        target_format = formats.HUGGING_FACE
+        if source.is_megatron or any(sizes.values()):
+            target_format = formats.kept_or_default(source.format)
+    to_megatron = formats.FORMATS[target_format].megatron
+    if any(sizes.values()) and not to_megatron:
+        raise UsageError(
+            "a Hugging Face directory has no parallel sizes; leave them out, or give --format"
+            f" {formats.MEGATRON}"
+        )
+    return make_target(
+        options, target_format, source.parallel.with_(**sizes) if to_megatron else None
+    )
 
 
 def make_target(options: Options, target_format: str, parallel: Parallel | None) -> TargetOptions:

@@ -15,14 +15,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mckpt import formats
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.logical import Reader
+from mckpt.editing import schedules
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.megatron.optimizer import MASTER, is_state
+from mckpt.formats.megatron.save_directory import iterations_of
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
 from mckpt.geometry.join import proved
 from mckpt.lazy import numpy as np
 from mckpt.mapping import equal
+from mckpt.options import AverageOptions, SourceOptions, TargetOptions
 from mckpt.storage.manifest import Facts
 from mckpt.values.adding import FACTORS, WIDTH, Factor
 from mckpt.values.dtypes import itemsize
@@ -232,6 +236,59 @@ class Averaging:
             )
 
 
+def chosen(paths: Sequence[Path], options: AverageOptions) -> list[tuple[Path, int | None]]:
+    """Returns what is summed: each of the paths, or the iterations of a run, which is the only
+    path.
+
+    Raises UsageError for options that have no effect, and as `schedules.in_window`.
+    """
+    root = paths[0]
+    iterations = iterations_of(root) if len(paths) == 1 else []
+    if len(iterations) > 1:
+        args = Checkpoint.open(root, SourceOptions(iteration=iterations[-1])).args
+        window = options.start, options.end, options.window
+        found = schedules.in_window(
+            iterations, *window, schedules.tokens_of(args), options.min_interval
+        )
+        return [(root, iteration) for iteration in found]
+    of_run = ("start", "end", "window", "min_interval")
+    if given := [name for name in of_run if getattr(options, name) is not None]:
+        raise UsageError(
+            f"{options.spelled(given[0])}: chooses iterations of one run, and"
+            + (f" {root} has none" if len(paths) == 1 else f" {len(paths)} checkpoints are given")
+            + "; leave it out"
+        )
+    if len(paths) == 1:
+        raise UsageError(
+            f"{root}: is one checkpoint; give at least two, or the save directory of a run with"
+            " several iterations"
+        )
+    return [(path, None) for path in paths]
+
+
+def coefficients(options: AverageOptions, count: int) -> list[float]:
+    """Returns the coefficients of `count` checkpoints. Raises UsageError for another number."""
+    if options.weights is not None and options.schedule is not None:
+        raise UsageError("give --weights or --schedule, not both")
+    if options.reverse and options.schedule is None:
+        raise UsageError("--reverse: reverses the coefficients of --schedule; leave it out")
+    if options.weights is not None:
+        found = [float(w) for w in options.weights]
+        if len(found) != count:
+            raise UsageError(
+                f"--weights has {len(found)} numbers, and {count} checkpoints are summed"
+            )
+    elif options.schedule is not None:
+        found = schedules.coefficients(options.schedule, count, options.reverse)
+    else:
+        found = [1.0 / count] * count
+    if options.normalize:
+        if not (total := math.fsum(found)):
+            raise UsageError("--normalize: the sum of the coefficients is 0")
+        found = [c / total for c in found]
+    return found
+
+
 def average(
     inputs: Sequence[Checkpoint],
     coefficients: Sequence[float],
@@ -260,6 +317,12 @@ def average(
             f" weights must have the sum 1, and have {math.fsum(coefficients):g}; give --normalize"
         )
     return out
+
+
+def weights_alone(source: Checkpoint, target: TargetOptions) -> TargetOptions:
+    """Returns a target without the state of an optimizer, which belongs to one input alone."""
+    alone = formats.get(target.format).megatron and bool(source.optimizer)
+    return target.with_(no_optimizer=target.no_optimizer or alone)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""`mckpt merge`: weighted sums of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt.cli import convert, shared
+from mckpt.cli.options import PATH, command
+from mckpt.options import AverageOptions
+
+
+@command()
+@click.argument("sources", metavar="SRC...", nargs=-1, type=PATH, required=True)
+@shared.destination_argument
+@shared.of_average("weights schedule reverse normalize summed start end window min_interval")
+@shared.layout_options("target-", otherwise="1 from Hugging Face, else the source's")
+@shared.conversion_option(
+    "--format",
+    "target_format",
+    type=shared.WRITTEN_FORMATS,
+    help="Format of the target. Without it, the source's, or torch_dist if sizes are given.",
+)
+@shared.hf_target_options
+@shared.dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
+@shared.of_source("like vocab_size")
+@shared.megatron_target_options
+@shared.family_options
+@shared.of_target("target_iteration")
+@shared.conversion_options
+def merge(sources: tuple[Path, ...], dst: Path, target_format: str | None, **options: Any) -> None:
+    """Write the weighted sum of several checkpoints of one model.
+
+    SRC... are checkpoints of any formats and sizes, or one run, whose iterations are summed. The
+    sum is computed in float32 in their order and rounded once. Format, args, config and tokenizer
+    are those of the first SRC, of a run those of the last iteration. The state of an optimizer is
+    left out.
+    """
+    from mckpt.checkpoint.checkpoint import Checkpoint
+    from mckpt.editing import averaging
+
+    stated = AverageOptions.of(options)
+    described = shared.source_options({**options, "iteration": None})
+    found = averaging.chosen(sources, stated)
+    inputs = [Checkpoint.open(path, described.with_(iteration=at)) for path, at in found]
+    numbers = averaging.coefficients(stated, len(inputs))
+    base = len(inputs) - 1 if found[0][1] is not None else 0
+    source = averaging.average(inputs, numbers, base, stated.summed == "masters")
+    target = shared.target_like(source, options, target_format)
+    target = averaging.weights_alone(source, target)
+    if outcome := convert.carry_out(source, dst, target, options):
+        outcome.show(options["as_json"])
