@@ -201,6 +201,7 @@ class _Held:
     held: Layout
     facts: Facts
     notes: list[str] = field(default_factory=list)
+    inputs: tuple[Checkpoint, ...] = ()
     made_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def layout(self, base: Layout) -> Layout:

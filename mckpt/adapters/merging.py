@@ -41,6 +41,7 @@ class Merging:
 
     adapter: PeftAdapter
     fitted: Fit
+    inputs: tuple[Checkpoint, ...] = ()
 
     @property
     def path(self) -> Path:

@@ -43,8 +43,12 @@ class Addition(Protocol):
     def made_of(self) -> Mapping[str, Sequence[str]]:
         """Returns the files of which a temporary file of the adapter was made, by its path."""
 
+    @property
+    def inputs(self) -> Sequence[Checkpoint]:
+        """Returns the checkpoints that are summed, the base among them; none for an adapter."""
+
     def layout(self, base: Layout) -> Layout:
-        """Returns the layout of the base with the products that are added to its pieces."""
+        """Returns the layout of the base with what is added to its pieces."""
 
     @property
     def facts(self) -> Facts:

@@ -181,7 +181,7 @@ class Averaging:
                 own = own.turned
             words = []
             for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
-                terms = list(self._terms((piece.tensor, *at), own, turned, piece, s, others))
+                terms = list(self._terms((piece.tensor, *at), own, turned, others))
                 start = int(s.at[row]) + own.start * itemsize(s.stored_as)
                 place = start, own.down, own.along, own.row, own.column
                 words.append(Sum(*place, tuple(terms)).words())
@@ -195,8 +195,6 @@ class Averaging:
         place: Place,
         own: _Matrix,
         turned: bool,
-        piece: Piece,
-        s: Stored,
         others: Mapping[int, Mapping[Place, list[_Matrix]]],
     ) -> Iterator[Term]:
         """Yields the terms of the sum of a piece, in the order of the inputs."""
@@ -204,7 +202,7 @@ class Averaging:
             rounded = float(np.float32(coefficient))
             if number == self.base:
                 base = Factor(BASE, 0, 0, 0, 0)
-                yield Term(base, rounded, own.row, own.column, own.rows, own.columns)
+                yield Term(base, rounded, -own.offset, *own.box.offset, *own.box.shape)
                 continue
             covered = 0
             for one in others[number].get(place, ()):
@@ -212,14 +210,8 @@ class Averaging:
                 if (inner := overlap(own.box, part.box)) is None:
                     continue
                 self._refuse_computed(part.of, self.inputs[number])
-                if part.offset != piece.offset:
-                    raise UsageError(
-                        f"{self.inputs[number].path}: {part.of.key} is stored as the sum of the"
-                        f" value and {part.offset:g}, and {s.key} of {self.path} with"
-                        f" {piece.offset:g}; convert both to one format first"
-                    )
                 covered += math.prod(inner.shape)
-                yield Term(part.factor, rounded, *part.box.offset, *part.box.shape)
+                yield Term(part.factor, rounded, -part.offset, *part.box.offset, *part.box.shape)
             assert covered == own.rows * own.columns, (place, number, covered)
 
     def _refuse_computed(self, s: Stored, of: Checkpoint) -> None:
@@ -309,13 +301,6 @@ def average(
     summed = Averaging(tuple(inputs), tuple(map(float, coefficients)), base, masters)
     out = replace(first, merging=summed)
     _ = out.layout
-    if any(p.offset for s in out.layout.stored for p in s.pieces) and not math.isclose(
-        math.fsum(coefficients), 1.0, abs_tol=1e-6
-    ):
-        raise UsageError(
-            f"{first.path}: stores weights of norms as the sum of the value and a number, so the"
-            f" weights must have the sum 1, and have {math.fsum(coefficients):g}; give --normalize"
-        )
     return out
 
 

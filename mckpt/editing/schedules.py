@@ -7,6 +7,7 @@ Megatron-LM.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ DECAYS: Mapping[str, Callable[[float], float]] = {
 def coefficients(schedule: str, count: int, reverse: bool = False) -> list[float]:
     """Returns the coefficients of `count` iterations, the oldest first. Their sum is 1."""
     decay = DECAYS[schedule]
-    left = [decay(i / count) for i in range(count)]
-    found = [a - b for a, b in zip(left[1:], [*left[2:], 0.0], strict=True)]
+    left = [*(decay(i / count) for i in range(1, count)), 0.0]
+    found = [a - b for a, b in itertools.pairwise(left)]
     found = [1.0 - sum(found), *found]
     return found[::-1] if reverse else found
 

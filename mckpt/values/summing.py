@@ -28,6 +28,7 @@ class Term(NamedTuple):
 
     part: Factor
     coefficient: float
+    shift: float  # added to each stored element, in float32
     row: int
     column: int
     rows: int
@@ -57,9 +58,10 @@ class Sum(NamedTuple):
         """Returns the numbers of `of`, [(1 + terms) * WIDTH]."""
         head = [self.at, self.down, self.along, self.row, self.column, len(self.terms)]
         words = head + [0] * (WIDTH - len(head))
-        for part, coefficient, *box in self.terms:
-            row = [*part, int(np.float64(coefficient).view("i8")), *box]
-            words += row + [0] * (WIDTH - len(row))
+        for part, *numbers, row, column, rows, columns in self.terms:
+            bits = np.array(numbers, "f8").view("i8").tolist()
+            one = [*part, *bits, row, column, rows, columns]
+            words += one + [0] * (WIDTH - len(one))
         return words
 
     @classmethod
@@ -67,7 +69,7 @@ class Sum(NamedTuple):
         """Returns the sum of its numbers, which start at the first row of [rows, WIDTH]."""
         at, down, along, row, column, count = words[0, :6].tolist()
         terms = (
-            Term(Factor(*one[:5]), float(np.int64(one[5]).view("f8")), *one[6:10])
+            Term(Factor(*one[:5]), *np.array(one[5:7], "i8").view("f8").tolist(), *one[7:11])
             for one in words[1 : 1 + count].tolist()
         )
         return cls(at, down, along, row, column, tuple(terms))
@@ -83,8 +85,9 @@ def average(
     read: Read,
     offset: float = 0.0,
 ) -> None:
-    """Fills `out` [m, n], of any float dtype, with the sums of the inputs, plus `offset`.
+    """Fills `out` [m, n], of any float dtype, with the sums of the inputs.
 
+    offset: added to the sums, if they are stored as the base is; they are if it is 0.
     base[i, j] is the base's element at byte at + i * pitch + j * step of its file.
     """
     item = base.itemsize
@@ -93,6 +96,7 @@ def average(
     if turned:
         base, out = base.T, out.T
     m, n = base.shape
+    offset -= sum(term.shift for term in of.terms if term.part.file == BASE)
     width = max(1, min(n, CHUNK))
     height = max(1, min(m, CHUNK // width))
     for top in range(0, m, height):
@@ -102,7 +106,7 @@ def average(
             total = np.zeros(values.shape, "f4")
             for term in of.terms:
                 if term.part.file == BASE:
-                    _add(total, np.asarray(values, "f4"), term.coefficient)
+                    _add(total, _shifted(np.asarray(values, "f4"), term), term.coefficient)
                     continue
                 rows = _within(row + top * down, down, values.shape[0], term.row, term.rows)
                 columns = _within(
@@ -115,10 +119,14 @@ def average(
                         read,
                     )
                     here = total[rows.there, columns.there]
-                    _add(here, found[::down, ::along], term.coefficient)
+                    _add(here, _shifted(found[::down, ::along], term), term.coefficient)
             if offset:
                 total += np.float32(offset)
             np.copyto(out[part], total, casting="unsafe")
+
+
+def _shifted(values: np.ndarray, term: Term) -> np.ndarray:
+    return values + np.float32(term.shift) if term.shift else values
 
 
 class _Span(NamedTuple):
@@ -147,14 +155,16 @@ def _add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
     """
     product = np.multiply(values, np.float64(coefficient), dtype="f8")
     wide = product + total
-    small = np.abs(wide) < NORMAL
     tied = (wide.view("i8") & LOST) == MIDDLE
+    small = np.abs(wide) < NORMAL
     if small.any():
         scaled = wide[small] * 2.0**149
         tied[small] = scaled - np.floor(scaled) == 0.5
     if tied.any():
-        added, sums = total[tied].astype("f8"), wide[tied]
-        back = sums - added
-        lost = (added - (sums - back)) + (product[tied] - back)
-        wide[tied] = np.where(lost == 0, sums, np.nextafter(sums, np.copysign(np.inf, lost)))
+        back = wide - total
+        lost = (total - (wide - back)) + (product - back)
+        tied &= lost != 0
+        if tied.any():
+            toward = np.copysign(np.inf, lost[tied])
+            wide[tied] = np.nextafter(wide[tied], toward)
     np.copyto(total, wide, casting="same_kind")
