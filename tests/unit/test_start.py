@@ -91,14 +91,14 @@ def test_help_imports_no_command_and_reads_no_mapping() -> None:
 
 def test_inspect_imports_no_numpy_and_reads_no_mapping() -> None:
     found = start("inspect", MODEL)
-    check(found, 81, 95, {"click", "msgspec", "typing_extensions"})
+    check(found, 82, 95, {"click", "msgspec", "typing_extensions"})
     assert not found.mappings
 
 
 def test_plan_reads_the_mappings_of_one_family_and_one_dialect(tmp_path: Path) -> None:
     start("plan", MODEL, tmp_path / "out")  # keeps the mapping files as they are parsed
     found = start("plan", MODEL, tmp_path / "out")
-    check(found, 104, 103, {"click", "msgspec", "typing_extensions", "numpy"})
+    check(found, 105, 103, {"click", "msgspec", "typing_extensions", "numpy"})
     parts = ["common", "attention", "mlp", "args"]
     read = {"logical", "heads", "inert_keys", "lists", "hf/qwen3", "megatron/gpt"}
     pieces = ["plain", "decoder", "attention", "gated_mlp", "scaled_rope", "yarn", "rope", "mtp"]
