@@ -483,7 +483,7 @@ def test_a_pickled_adapter_is_the_same(tmp_path: Path) -> None:
 
 def test_only_a_large_merge_starts_processes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    adapted, plain = SimpleNamespace(adapted=True), SimpleNamespace(adapted=False)
+    adapted, plain = SimpleNamespace(term="product"), SimpleNamespace(term="")
 
     def processes(nbytes: int, *casts: SimpleNamespace, threads: int = 0) -> int:
         plan: Any = SimpleNamespace(nbytes=nbytes, joined=SimpleNamespace(casts=casts))
