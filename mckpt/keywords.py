@@ -105,6 +105,7 @@ class VerifyKeywords(ModelSizes, total=False):
     length: int
     tokens: str | Path
     adapter: str | Path
+    image: bool
     alpha: float
     iteration: int
     family: str

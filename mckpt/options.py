@@ -551,6 +551,11 @@ class VerifyOptions(Table, frozen=True):
         " alone.",
         path="directory",
     )
+    image: bool = COMPARISON(
+        "Also run an image of noise: compare the logits at the places of the image and of the text"
+        " around it.",
+        False,
+    )
     alpha: float | None = READING(
         "The alpha of the adapters of a Megatron checkpoint, if neither run_config.yaml nor"
         " mckpt.json states it."

@@ -21,7 +21,7 @@ from mckpt.cli.terminal import echo, echo_outcome, named
 @command()
 @click.argument("hf", type=PATH)
 @click.argument("megatron", type=PATH)
-@shared.of_verify("level tokens sequences length steps adapter alpha")
+@shared.of_verify("level tokens sequences length steps image adapter alpha")
 @shared.run_options("the checkpoint's for torch files, else 1")
 @shared.of_source("iteration")
 @shared.family_options

@@ -13,7 +13,7 @@ import contextlib
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,15 @@ def load(
     checkpoint: str | Path,
     optimizer: Any = None,
     scheduler: Any = None,
+    prefix: str = "",
 ) -> dict[str, Any]:
     """Loads the weights in place. Returns the common state with two lists of names:
 
     unread    model keys of the checkpoint that this rank's model does not have
     forgiven  _extra_state of this rank's model that the checkpoint lacks
+
+    prefix: the start of the keys in the checkpoint of a larger model; keys without it are of other
+        parts of that model, and not read.
 
     With `optimizer` and `scheduler` their states are loaded too, and those of the random generators
     if the checkpoint has the same parallel sizes. Raises SourceError when something is missing, on
@@ -166,7 +170,7 @@ def load(
     """
     mark(chunks)
     read = load_torch_dist if format_of(checkpoint).global_keys else load_torch
-    state = read(chunks, args, checkpoint, optimizer)
+    state = read(chunks, args, checkpoint, optimizer, prefix)
     if left := marked(chunks):
         raise SourceError.of(
             f"{directory_of(checkpoint)}: {rank_names()} has parameters that the load did not set:",
@@ -185,17 +189,22 @@ def load(
 
 
 def load_torch_dist(
-    chunks: list[Any], args: Namespace, checkpoint: str | Path, optimizer: Any = None
+    chunks: list[Any],
+    args: Namespace,
+    checkpoint: str | Path,
+    optimizer: Any = None,
+    prefix: str = "",
 ) -> dict[str, Any]:
     """Loads into sharded_state_dict(), as load_checkpoint of Megatron-LM does."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     place = str(directory_of(checkpoint))
     common = read_common(checkpoint)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
-    stored = {value.key for value in load_sharded_metadata(place).values()}
+    stored = set(without(prefix, (v.key for v in load_sharded_metadata(place).values())))
     wanted = {
         value.key for value in sharded_values(stored_names(sharded_state(chunks, metadata), stored))
     }
@@ -205,6 +214,9 @@ def load_torch_dist(
             f"{place}: {rank_names()} asks for keys that the checkpoint does not have:", missing
         )
     state = drop_extra_state(stored_names(sharded_state(chunks, metadata), stored), stored)
+    for value in nested_values(state):
+        if hasattr(value, "key"):
+            value.key = prefix + value.key
     if optimizer is not None:
         check_optimizer(common, args, metadata, place)
         state["optimizer"] = optimizer.sharded_state_dict(
@@ -228,7 +240,11 @@ def load_torch_dist(
 
 
 def load_torch(
-    chunks: list[Any], args: Namespace, checkpoint: str | Path, optimizer: Any = None
+    chunks: list[Any],
+    args: Namespace,
+    checkpoint: str | Path,
+    optimizer: Any = None,
+    prefix: str = "",
 ) -> dict[str, Any]:
     """Reads this rank's mp_rank file with torch.load, and calls load_state_dict."""
     path = directory_of(checkpoint) / rank_directory(args) / MODEL_FILE
@@ -250,7 +266,8 @@ def load_torch(
         weights = state.pop(key)
         wanted = chunk.state_dict()
         named = {}
-        for name, value in weights.items():
+        for name in without(prefix, weights):
+            value = weights[prefix + name]
             here = name if name in wanted else other_name(name, wanted.keys())
             cut = TWO_CUTS.search(here) and here in wanted and value.shape != wanted[here].shape
             named[here] = other_cut(name, value, wanted[here], path, key) if cut else value
@@ -275,6 +292,11 @@ def load_torch(
     else:
         state.pop("rng_state", None)
     return state | {"unread": [], "forgiven": forgiven}
+
+
+def without(prefix: str, names: Iterable[str]) -> list[str]:
+    """Returns the names that begin with a prefix, without it."""
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def other_cut(

@@ -11,7 +11,8 @@ With an adapter also adapter (its directory), base (the directory without it; hf
 weights) and stored (the dtype of the base's weights), for mckpt/trainer/unmerged.py; and beside:
 true if the model that is compared is the base with the adapter beside its weights.
 Also config, the values that transformers takes in place of those of config.json, and carried, the
-patterns of tensors that the causal language model around the same decoder does not have.
+patterns of tensors that the causal language model around the same decoder does not have. And image:
+true if the whole model also runs an image of noise (images.py), whose files are in OUT/image.
 
 It writes OUT/reference.json (the sequences, the probe and the versions), OUT/reference.{i}.npz (for
 each position of sequence i the states of `points`), and OUT/logits.{i}.npy (fp32 logits [seq,
@@ -25,8 +26,9 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mckpt.errors import MappingError, SourceError
-from mckpt.trainer import points, unmerged
+from mckpt.trainer import images, points, unmerged
 
 TRIES = 64  # further sequences that are run to reach every expert
 # A noise above this share of the largest logit is measured again. On a CPU the noise of the 13
@@ -55,20 +57,17 @@ def main(job: dict[str, Any]) -> None:
         unmerged.run_merged(load(job["hf"], "float32", device, job), job, logits)
     model = subject("float32", device, job)
     points.cast(model, job["casts"], set(job["uncast"]))
+    runs = [Run(out, sequences)]
+    if job.get("image"):
+        image = images.Image(model, job["hf"], dict(job.get("instead", ())))
+        runs.append(Run(out / "image", [image.tokens], image.shown))
+        runs[1].out.mkdir()
+        image.save(runs[1].out)
     recorder = points.Recorder()
     watch(model, recorder, [parts.split() for parts in job["parts"]])
-    largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
-    reach(model, recorder, sequences, job, out)
-    if not np.isfinite(largest).all():
-        raise SourceError(
-            f"{job['hf']}: transformers computes logits that are not finite, so there is nothing to"
-            " compare with"
-        )
-    again = {}
-    for index, tokens in enumerate(sequences):
-        if twice := measured_noise(model, recorder, tokens, out, index):
-            again[index] = twice
-    probed = probe(model, sequences[0], out)
+    for run in runs:
+        with run.inputs(model):
+            run.measure(model, recorder, job)
     recorder.remove()
     del model
     gc.collect()
@@ -81,20 +80,52 @@ def main(job: dict[str, Any]) -> None:
             for name, parameter in model.named_parameters():
                 if name not in job["uncast"]:
                     parameter.data = parameter.data.to(getattr(torch, job["dtype"]))
-        for index, tokens in enumerate(sequences):
-            found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
-            low = {f"low_{key}": value for key, value in found.items()}
-            points.add(out / f"reference.{index}.npz", low)
+        for run in runs:
+            with run.inputs(model):
+                run.measure_low(model)
     import transformers
 
-    facts = {
-        "sequences": sequences,
-        "probe": probed,
-        "dtype": job["dtype"],
-        "measured_again": again,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    (out / "reference.json").write_text(json.dumps(facts))
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for run in runs:
+        facts = {"dtype": job["dtype"], "versions": versions, **run.facts}
+        (run.out / "reference.json").write_text(json.dumps(facts))
+
+
+@dataclass
+class Run:
+    """The runs of some sequences, whose files are in `out`."""
+
+    out: Path
+    sequences: list[list[int]]
+    # makes every run of a model take what belongs to the sequences: an image
+    inputs: Callable[[Any], AbstractContextManager[None]] = nullcontext
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def measure(self, model: Any, recorder: points.Recorder, job: dict[str, Any]) -> None:
+        """Runs all sequences in fp32, and further ones if they are text; measures the noise."""
+        out, sequences = self.out, self.sequences
+        largest = [base(model, recorder, tokens, out, i) for i, tokens in enumerate(sequences)]
+        if self.inputs is nullcontext:
+            reach(model, recorder, sequences, job, out)
+        if not np.isfinite(largest).all():
+            raise SourceError(
+                f"{job['hf']}: transformers computes logits that are not finite, so there is"
+                " nothing to compare with"
+            )
+        again = {}
+        for index, tokens in enumerate(sequences):
+            if twice := measured_noise(model, recorder, tokens, out, index):
+                again[index] = twice
+        probed = probe(model, sequences[0], out)
+        self.facts = {"sequences": sequences, "probe": probed, "measured_again": again}
+
+    def measure_low(self, model: Any) -> None:
+        """Runs all sequences in the checkpoint's dtype."""
+        for index, tokens in enumerate(self.sequences):
+            reference = saved(self.out, index)
+            found = points.compare(reference, logits(model, tokens), torch.tensor(tokens))
+            low = {f"low_{key}": value for key, value in found.items()}
+            points.add(self.out / f"reference.{index}.npz", low)
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -113,7 +144,7 @@ def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) 
     """Loads the model with transformers, with eager attention. Raises SourceError if a tensor is
     missing, left over or of another shape.
 
-    job: the content of job.json, of which `config` and `carried` are used.
+    job: the content of job.json, of which `config`, `carried` and `image` are used.
 
     If accelerate is installed, a model larger than the GPU is spread over all GPUs and the host,
     and one larger than memory over the disk too.
@@ -132,7 +163,7 @@ def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) 
         placed = {"device_map": "auto"}
     # Eager experts and attention run at any sizes. grouped_mm refuses widths that are not a
     # multiple of 16 bytes.
-    loaded: Any = _loader_for(directory)(
+    loaded: Any = _loader_for(directory, bool(job.get("image")))(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
@@ -158,9 +189,9 @@ def load(directory: str, dtype: str, device: torch.device, job: dict[str, Any]) 
     return (model if placed else model.to(device)).eval()
 
 
-def _loader_for(directory: str) -> Any:
-    """Returns the function of transformers that builds the model. Raises MappingError without
-    one.
+def _loader_for(directory: str, whole: bool = False) -> Any:
+    """Returns the function of transformers that builds the model: its text model alone, if
+    transformers has one, unless the `whole` model is wanted. Raises MappingError without one.
     """
     import transformers
 
@@ -177,7 +208,9 @@ def _loader_for(directory: str) -> Any:
             return partial(named.from_pretrained, model_type=named.config_class.model_type)
     else:
         # the model of the other classes contains a text model
-        for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        kinds: list[Any] = [transformers.AutoModelForCausalLM]
+        kinds.insert(0 if whole else 1, transformers.AutoModelForImageTextToText)
+        for kind in kinds:
             if config in kind._model_mapping:
                 return kind.from_pretrained
         several = transformers.AutoModelForMultimodalLM._model_mapping
@@ -408,9 +441,9 @@ def candidate(seed: int, vocab_size: int, length: int) -> list[int]:
     return list(map(int, np.repeat(draw.randint(0, vocab_size, -(-length // 8)), 8)[:length]))
 
 
-def probe(model: Any, tokens: list[int], out: Path) -> float:
+def probe(model: Any, tokens: list[int], out: Path) -> list[float]:
     """Shifts the first weight of the last layer's attention by one head, and returns how far the
-    logits move. The tolerance must show such a fault.
+    logits of each position move. The tolerance must show such a fault.
     """
     layer = decoder_layers(model)[-1]
     weight = next(matrix for child in layer.children() for matrix in matrices(child))
@@ -419,9 +452,9 @@ def probe(model: Any, tokens: list[int], out: Path) -> float:
     with torch.no_grad():
         kept = weight.data
         weight.data = kept.roll(rows, 0)
-        found = float((logits(model, tokens).cpu() - saved(out, 0)).abs().max())
+        found = (logits(model, tokens).cpu() - saved(out, 0)).abs().amax(-1)
         weight.data = kept
-    return found
+    return [float(moved) for moved in found]
 
 
 class _SplitSums(TorchFunctionMode):

@@ -6,11 +6,13 @@ it on the reference's sequences.
 job.json: out (the folder with the reference's files), timeout_s, and checkpoints, a list of {name,
 path, args (instead of the checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl, casts
 (the dtypes that the other side was cast to), adapter (what runs beside the weights, as in
-beside.attach) or null}. All have the same sizes, so that they can share one set of process groups.
+beside.attach) or null, prefix (of the text model's keys in a whole model; else empty), mrope (as in
+images.given) or null}. All have the same sizes, so that they can share one set of process groups.
 
 It writes OUT/NAME.json: {"error": ...} or facts about the load. OUT/NAME.rank{r}.{i}.npz has the
 states and the chosen experts of sequence i on rank r. OUT/NAME.{i}.npz, written by rank 0, has the
-differences of the logits in fp32 and, prefixed `low_`, in the checkpoint's dtype.
+differences of the logits in fp32 and, prefixed `low_`, in the checkpoint's dtype. If the reference
+has a folder OUT/image, it writes the same files there, for the sequence with the image.
 
 The logits of every position and the hidden states on the way are computed under tensor, pipeline,
 virtual pipeline, expert and context parallelism. megatron-core's pipeline schedules keep only the
@@ -20,6 +22,7 @@ virtual stage 0 on every pipeline rank, then virtual stage 1, and so on.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -34,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import MckptError, SourceError
-from mckpt.trainer import beside, build, hybrid, load, points
+from mckpt.trainer import beside, build, hybrid, images, load, points
 from mckpt.trainer.points import Recorder
 
 
@@ -120,6 +123,19 @@ def of_this_rank(length: int, cp: int) -> torch.Tensor:
     return torch.cat([parts[rank], parts[2 * cp - 1 - rank]])
 
 
+def rows_of_this_rank(config: Any, count: int, is_cut: bool) -> torch.Tensor:
+    """Returns the positions of the `count` rows that this rank has of a tensor.
+
+    is_cut: sequence parallelism, if it is on, cuts the tensor.
+    """
+    from megatron.core import parallel_state as ps
+
+    ranks = ps.get_tensor_model_parallel_world_size() if is_cut and config.sequence_parallel else 1
+    cp = config.context_parallel_size
+    mine = of_this_rank(count * ranks * cp, cp)
+    return mine.chunk(ranks)[ps.get_tensor_model_parallel_rank() if ranks > 1 else 0]
+
+
 def in_order(part: torch.Tensor, cp: int, axis: int) -> torch.Tensor:
     """Gathers the parts of all context-parallel ranks along `axis`, in the sequence's order."""
     from megatron.core import parallel_state as ps
@@ -191,7 +207,6 @@ SCATTER = 2000  # pairs of logits kept of each sequence, for the report's plot
 def main(job: dict[str, Any]) -> None:
     build.join(job["timeout_s"])
     out, started = Path(job["out"]), False
-    sequences = json.loads((out / "reference.json").read_text())["sequences"]
     for checkpoint in job["checkpoints"]:
         try:
             stored = checkpoint["args"] or load.read_args(checkpoint["path"])
@@ -201,7 +216,7 @@ def main(job: dict[str, Any]) -> None:
             if not started:
                 build.initialize(args, job["timeout_s"])
                 started = True
-            facts = run(args, checkpoint, sequences, out)
+            facts = run(args, checkpoint, out)
         except MckptError as e:
             if dist.get_world_size() > 1:  # the other ranks wait for this one
                 raise
@@ -212,9 +227,7 @@ def main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def run(
-    args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]], out: Path
-) -> dict[str, Any]:
+def run(args: Namespace, checkpoint: dict[str, Any], out: Path) -> dict[str, Any]:
     """Runs one checkpoint in fp32, recording its states, and in the dtype of its args."""
     own = getattr(args, "params_dtype", torch.float32)
     facts: dict[str, Any] = {}
@@ -223,7 +236,7 @@ def run(
     for dtype in dict.fromkeys(dtypes):
         with fitting(checkpoint["path"]):
             chunks = build.build(args, dtype)
-            state = load.load(chunks, args, checkpoint["path"])
+            state = load.load(chunks, args, checkpoint["path"], prefix=checkpoint["prefix"])
             unread = state["unread"]
             if checkpoint["adapter"]:
                 unread += beside.attach(chunks, checkpoint["adapter"])
@@ -234,19 +247,12 @@ def run(
         recorder = points.Recorder()
         if not low:
             watch(chunks, recorder)
-        for index, tokens in enumerate(sequences):
-            recorder.clear()
-            found = logits(chunks, args, torch.tensor([tokens]))
-            if recorder.states:
-                n, file = len(tokens), f"{checkpoint['name']}.rank{dist.get_rank()}.{index}.npz"
-                kept: dict[str, Any] = {f"state_{k}": v[:n] for k, v in recorder.states.items()}
-                kept |= {f"experts_{k}": v[:n] for k, v in recorder.experts.items()}
-                np.savez(out / file, **kept)
-            if dist.get_rank() == 0:
-                assert found is not None
-                compare(found[0], tokens, out, checkpoint["name"], index, low)
+        rows = functools.partial(rows_of_this_rank, chunks[0].config)
+        for folder in filter(Path.exists, (out, out / "image")):
+            with images.given(chunks, folder, checkpoint["mrope"], rows):
+                run_sequences(chunks, args, recorder, folder, checkpoint["name"], low)
         recorder.remove()
-        del chunks, state, found
+        del chunks, state
         gc.collect()
     from megatron.core import __version__
 
@@ -260,6 +266,24 @@ def run(
 
         facts["versions"]["transformer-engine"] = getattr(transformer_engine, "__version__", "?")
     return facts
+
+
+def run_sequences(
+    chunks: list[Any], args: Namespace, recorder: Recorder, out: Path, name: str, low: bool
+) -> None:
+    """Runs the sequences of the reference in `out`, and saves states and differences there."""
+    sequences = json.loads((out / "reference.json").read_text())["sequences"]
+    for index, tokens in enumerate(sequences):
+        recorder.clear()
+        found = logits(chunks, args, torch.tensor([tokens]))
+        if recorder.states:
+            n, file = len(tokens), f"{name}.rank{dist.get_rank()}.{index}.npz"
+            kept: dict[str, Any] = {f"state_{k}": v[:n] for k, v in recorder.states.items()}
+            kept |= {f"experts_{k}": v[:n] for k, v in recorder.experts.items()}
+            np.savez(out / file, **kept)
+        if dist.get_rank() == 0:
+            assert found is not None
+            compare(found[0], tokens, out, name, index, low)
 
 
 @contextmanager

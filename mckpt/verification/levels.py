@@ -48,7 +48,10 @@ from mckpt.verification.pair import Pair, Values, run_sizes, say_sizes
 from mckpt.verification.requirements import (
     differing_dims,
     dims_apart,
+    model_args,
     model_notes,
+    mrope_of,
+    refuse_without_images,
     require_core,
     unlike_dims,
 )
@@ -75,6 +78,7 @@ def verify(hf: str | Path, megatron: str | Path, **options: Unpack[VerifyKeyword
         Megatron-Bridge saves it. transformers also runs with the adapter beside the weights, and so
         does Megatron-Core if the checkpoint has adapters.
     alpha: that of a checkpoint of adapters alone that does not state it.
+    image: of a model that reads images: also runs an image of noise.
     sequences, length: number of random sequences, and tokens in each. tokens: a file of more.
     keep: a directory for the arrays of both sides, which are removed otherwise.
     timeout_s: seconds that one collective may take.
@@ -173,6 +177,8 @@ def _verify(
     beside: the adapters of each, None if it has none.
     """
     if options.level == "bytes":
+        if options.image:
+            raise UsageError("--level bytes runs no model: leave --image out or give another level")
         options.tell("comparing all stored values")
         return [
             _bytes(
@@ -205,6 +211,8 @@ def _verify(
             " all tensors and hyperparameters of both; docs/judges.md says with which tiny models"
             " of the family the tests of mckpt compare logits"
         )
+    if options.image:
+        refuse_without_images(left)
     sparse_copy.refuse(left.path, f"--level {options.level}")
     launching.require("torch", "transformers", "megatron", "psutil")
     if options.adapter is not None:
@@ -296,6 +304,7 @@ def _run(
         "parts": left.dims["layer_parts"][: left.dims["num_layers"]],
         "config": dict(left.mapping.verify),
         "carried": [],
+        "image": options.image,
     }
     if left.merging is not None:
         base = _as_transformers_reads_it(replace(left, merging=None), work, "base")
@@ -319,6 +328,8 @@ def _run(
                 "impl": options.transformer_impl,
                 "casts": s.cast_back,
                 "adapter": s.adapter,
+                "prefix": s.prefix,
+                "mrope": s.mrope,
             }
             for s in subjects
         ]
@@ -436,8 +447,13 @@ class _Subject:
             )
         sparse_copy.refuse(right.path, f"--level {options.level}")
         apart, unread = differing_dims(left, right)
-        # Megatron-Bridge keeps no args
-        self.given_args = _args_of(left, right) if right.args is None else None
+        self.given_args = _args_of(left, right) if model_args(right) is None else None
+        whole = right.mapping.whole
+        self.prefix = whole.text if whole else ""
+        self.mrope = None
+        if options.image:
+            self.mrope, differing = mrope_of(left, right)
+            apart += differing
         if not apart and not unread:
             _ = right.layout  # truncated, incomplete: SourceError
         args = self.given_args or right.args or {}
@@ -486,7 +502,7 @@ class _Subject:
     def other_sizes(self) -> dict[str, int]:
         """Returns the second layout of `train`."""
         return other_sizes(
-            self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {}
+            self.pair.sizes, self.pair.left.dims, self.given_args or self.pair.right.args or {}
         )
 
 
@@ -516,13 +532,20 @@ def _refuse_context_parallelism(path: str | Path, dtype: str, options: VerifyOpt
         )
 
 
-def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
+def reshard(
+    source: Checkpoint, directory: Path, parallel: Parallel, text_only: bool = False
+) -> None:
     """Writes the weights as torch_dist, which runs at any sizes. `torch` files run only at the
     sizes with which they were saved.
+
+    text_only: of a whole model, writes the text model.
     """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
     target = TargetOptions(
-        parallel=parallel, no_optimizer=True, megatron_version=source.mapping.megatron[0]
+        parallel=parallel,
+        no_optimizer=True,
+        megatron_version=source.mapping.megatron[0],
+        towers="beside" if text_only else None,
     )
     planning.make_plan(source, directory, target).run(checksum="none")
 
@@ -548,8 +571,8 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: VerifyOptions
     first = pair.sizes
     second = subject.other_sizes()
     path = work / f"{pair.name}.training"
-    if pair.right.opened.format.fixed_sizes:
-        reshard(pair.right, path, Parallel())
+    if pair.right.opened.format.fixed_sizes or subject.prefix:
+        reshard(pair.right, path, Parallel(), text_only=bool(subject.prefix))
     else:
         path = subject.run_path
     dims = pair.left.dims
@@ -576,7 +599,8 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: VerifyOptions
             **sizes,
         }
         if subject.given_args:
-            job["args"] = subject.given_args
+            chosen = {"transformer_impl": options.transformer_impl}
+            job["args"] = subject.given_args | chosen
         num_ranks = launching.world(sizes)
         options.tell(f"Megatron-Core trains {options.steps} steps with {say_sizes(sizes)}")
         launching.launch(

@@ -56,6 +56,17 @@ class Runs:
         self.facts = json.loads((work / "reference.json").read_text())
         self.sequences: list[list[int]] = self.facts["sequences"]
         self.ranks = range(num_ranks)
+        self.image = work / "image.npz"
+
+    @property
+    def has_image(self) -> bool:
+        return self.image.exists()
+
+    def image_places(self) -> np.ndarray:
+        """Returns the positions of the image in the sequence."""
+        with np.load(self.image) as arrays:
+            places: np.ndarray = arrays["places"]
+            return places
 
     def reference(self, index: int) -> Any:
         return np.load(self.work / f"reference.{index}.npz")
@@ -209,23 +220,25 @@ def measure_logits(runs: Runs, counted: list[np.ndarray]) -> dict[str, Any]:
     noise = float(runs.gather("reference", "noise_max_abs", counted).max(initial=0))
     least = ROUNDING * runs.largest_logit()
     bounds = _bounds(runs, found["max_abs"], noise, least, NOISE, SHARE)
-    probe = runs.facts["probe"]
+    # the seeded fault ran on the first sequence
+    probe = float(np.max(runs.facts["probe"], initial=0, where=counted[0]))
     return {**found, **bounds, "probe": probe, "probe_above": probe / bounds["tolerance"]}
 
 
-def measure_low_logits(runs: Runs) -> dict[str, Any]:
-    """Measures the logits in the checkpoint's dtype; their root mean square decides.
+def measure_low_logits(runs: Runs, counted: list[np.ndarray] | None = None) -> dict[str, Any]:
+    """Measures the logits in the checkpoint's dtype, at all positions if `counted` is None; their
+    root mean square decides.
 
     Both Megatron-Core and transformers run in that dtype, and are compared with transformers in
     fp32. The difference of transformers is the noise.
     """
-    found = _differences(runs, "low_", None)
-    noise = float(np.sqrt(runs.gather("reference", "low_mean_square").mean()))
+    found = _differences(runs, "low_", counted)
+    noise = float(np.sqrt(runs.gather("reference", "low_mean_square", counted).mean()))
     return {
         **found,
         **_bounds(runs, found["rms"], noise, 0.0, LOW_NOISE, LOW_SHARE),
-        "kl_transformers": float(runs.gather("reference", "low_kl").mean()),
-        "top1_transformers": float(runs.gather("reference", "low_top1").mean()),
+        "kl_transformers": float(runs.gather("reference", "low_kl", counted).mean()),
+        "top1_transformers": float(runs.gather("reference", "low_top1", counted).mean()),
     }
 
 
@@ -269,8 +282,8 @@ def _differences(runs: Runs, prefix: str, counted: list[np.ndarray] | None) -> d
 
 def too_far(dtype: str, measured: dict[str, Any]) -> str | None:
     """Returns a sentence if the logits differ by more than the tolerance, else None."""
-    if dtype == "float32":
-        worst, what = measured["max_abs"], "logits"
+    if is_fp32(dtype):
+        worst, what = measured["max_abs"], logits_of(dtype)
     else:
         worst, what = measured["rms"], f"logits in {dtype} (root mean square)"
         if not measured["decisive"]:
@@ -281,6 +294,17 @@ def too_far(dtype: str, measured: dict[str, Any]) -> str | None:
     tolerance = measured["tolerance"]
     times = worst / tolerance
     return f"{what} differ by {worst:.3g}, {times:.3g} times the tolerance {tolerance:.3g}"
+
+
+def is_fp32(name: str) -> bool:
+    """Returns whether measurements with this name, such as "float32, image", are those of fp32."""
+    return name.startswith("float32")
+
+
+def logits_of(name: str) -> str:
+    """Returns the fp32 logits with this name in words, such as "logits (image)"."""
+    part = name.partition(", ")[2]
+    return f"logits ({part})" if part else "logits"
 
 
 def sample_logits(runs: Runs) -> list[list[float]]:
@@ -373,17 +397,24 @@ def _reached_experts(runs: Runs, counted: list[np.ndarray]) -> dict[int, np.ndar
 
 
 def locate(
-    pair: Pair, values: Values | str, runs: Runs, facts: dict[str, Any], counted: list[np.ndarray]
+    pair: Pair,
+    values: Values | str,
+    runs: Runs,
+    points: list[dict[str, Any]],
+    logits: dict[str, dict[str, Any]],
+    counted: list[np.ndarray],
 ) -> dict[str, Any]:
     """Returns the first point whose states differ, the tensors that feed it, and the tensors whose
     values differ.
+
+    points, logits: the measurements of these runs, that of the fp32 logits first.
     """
-    point = next((p["point"] for p in facts["points"] if p["difference"] > p["tolerance"]), None)
-    if point is None and any(too_far(dtype, m) for dtype, m in facts["logits"].items()):
+    point = next((p["point"] for p in points if p["difference"] > p["tolerance"]), None)
+    if point is None and any(too_far(dtype, m) for dtype, m in logits.items()):
         point = "logits"
     out: dict[str, Any] = {"point": point, "args": [dim["arg"] for dim in pair.apart]}
     if point is not None:
-        tolerance = facts["logits"]["float32"]["tolerance"]
+        tolerance = next(iter(logits.values()))["tolerance"]
         out["position"] = _first_position(runs, tolerance, counted)
     try:
         out |= _tensors(pair, values, point)
@@ -394,13 +425,14 @@ def locate(
 
 def _first_position(
     runs: Runs, tolerance: float, counted: list[np.ndarray]
-) -> dict[str, int] | None:
+) -> dict[str, Any] | None:
     """Returns the first position that counts whose logits exceed the tolerance."""
     for index, counts in enumerate(counted):
         within = runs.logits(index)["max_abs"] <= tolerance  # false for nan
         found = np.flatnonzero(~within & counts)
         if len(found):
-            return {"sequence": index, "position": int(found[0])}
+            sequence = "image" if runs.has_image else index
+            return {"sequence": sequence, "position": int(found[0])}
     return None
 
 
@@ -448,14 +480,18 @@ def _by_number(name: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in name.split(".")]
 
 
+def say_position(position: dict[str, Any]) -> str:
+    """Returns a position in words. Its sequence is a number, or `image`: that with the image."""
+    named = f"sequence {position['sequence']}"
+    named = "the sequence with the image" if position["sequence"] == "image" else named
+    return f"position {position['position']} of {named}"
+
+
 def say_where(where: dict[str, Any]) -> str:
     """Returns one sentence that says where the runs differ."""
     text = f"they differ first at {where['point']}"
     if position := where.get("position"):
-        text += (
-            f", and the logits from position {position['position']} of sequence"
-            f" {position['sequence']} on"
-        )
+        text += f", and the logits from {say_position(position)} on"
     if differ := where.get("differ"):
         more = f" and {len(differ) - LISTED} more" if len(differ) > LISTED else ""
         text += f"; tensors whose values differ: {', '.join(differ[:LISTED])}{more}"

@@ -67,6 +67,13 @@ class Values:
             *self.padding,
         ]
 
+    def equal_towers(self, left: Checkpoint) -> int:
+        """Returns the number of tensors of towers that are equal on both sides."""
+        found = self.difference
+        apart = {*found.missing, *(change.name for change in found.changed)}
+        rows = carried.of(left.layout)
+        return sum(carried.name_of(row.key).format() not in apart for row in rows)
+
     def _not_carried(self, left: Checkpoint, right: Checkpoint) -> set[str]:
         """Returns the tensors of the left side that are not in Megatron's model, if the right side
         carries none of them.

@@ -39,6 +39,7 @@ from mckpt.storage.files import unreadable
 from mckpt.storage.staging import STAGING
 from mckpt.verification import charts
 from mckpt.verification.charts import layer_of
+from mckpt.verification.measuring import say_position
 from mckpt.verification.pair import say_sizes
 from mckpt.verification.verdict import CLEAN, FAULT, Verdict, finite
 from mckpt.version import __version__
@@ -105,8 +106,7 @@ def _where(facts: dict[str, Any]) -> Markup:
     point = tag("code", where["point"]) if where.get("point") else "no point"
     rows: list[tuple[str, Any]] = [("they differ first at", point)]
     if position := where.get("position"):
-        at = f"position {position['position']} of sequence {position['sequence']} on"
-        rows.append(("logits differ from", at))
+        rows.append(("logits differ from", f"{say_position(position)} on"))
     names = {
         "args": "args that differ",
         "hf": "Hugging Face keys that feed this point",
@@ -215,6 +215,12 @@ def _coverage(facts: dict[str, Any]) -> Markup:
         ("positions judged", f"{tokens['judged']:,} of {tokens['positions']:,}"),
         ("ties between experts that fell otherwise", f"{tokens['ties']:,}" if experts else None),
     ]
+    if image := facts.get("image"):
+        given = "with the features that the tower of transformers makes of noise"
+        rows += [
+            ("places of the image", f"{image['places']:,} of {image['positions']:,}, {given}"),
+            ("tensors of towers that are equal", image.get("towers_equal")),
+        ]
     return section("Coverage of the tokens", terms(rows))
 
 
@@ -337,7 +343,7 @@ def write_card(
         }
     if logits := facts.get("logits"):
         card["logits"] = {dtype: _plain(measured) for dtype, measured in logits.items()}
-    for key in ("tokens", "coverage", "training"):
+    for key in ("tokens", "coverage", "image", "training"):
         if key in facts:
             card[key] = _plain(facts[key])
     text = HEAD + yaml.safe_dump(finite(card), sort_keys=False, width=100)

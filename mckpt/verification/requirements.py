@@ -4,15 +4,18 @@ whether the installed megatron-core can run the checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import math
 from importlib.metadata import version
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MappingError, MckptError, MissingExtra, SourceError, UsageError
+from mckpt.formats.hf_config import read_config
 from mckpt.formats.megatron.interface import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, loads_at_its_sizes
-from mckpt.mapping import Dims, major_minor
+from mckpt.formats.megatron.run_config import description_of, read_model
+from mckpt.mapping import Dims, load, major_minor, text_dialect
 from mckpt.verification.pair import run_sizes
 
 # not compared: vocab_size may be padded, and max_positions does not change the result
@@ -54,11 +57,11 @@ def differing_dims(
     window: also compare the sliding window. A run on a sequence that is longer than the window
     shows a difference without this.
     """
-    if right.args is None:
+    if (args := model_args(right)) is None:
         return [], None
     vocabulary = {"vocab_size": left.dims["vocab_size"]}
     try:
-        of_args = right.mapping.read(right.args, {}, f"args of {right.path}", vocabulary)
+        of_args = right.mapping.read(args, {}, f"args of {right.path}", vocabulary)
     except MckptError as e:
         return [], f"{e}"
     expected = {**left.dims, **_written(right)}
@@ -71,11 +74,19 @@ def differing_dims(
     ], None
 
 
+def model_args(right: Checkpoint) -> dict[str, Any] | None:
+    """Returns the args of a Megatron checkpoint; None if they do not describe its model.
+    Megatron-Bridge keeps no args, and those of ms-swift 4 are settings of the run.
+    """
+    args = right.args
+    return args if args and right.mapping.keys_of("hidden_size", args) else None
+
+
 def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
     """Returns sentences on the dims that --allow-inexact let a conversion write with another value
     than its source has.
     """
-    if left.is_megatron or right.args is None:
+    if left.is_megatron or model_args(right) is None:
         return []
     return [
         f"{name}: the config says {_plain(left.dims[name])}, and the args mean {_plain(value)}:"
@@ -112,6 +123,40 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (tuple, list)) else value
 
 
+def refuse_without_images(left: Checkpoint) -> None:
+    """Raises UsageError for a model that reads no images."""
+    if not read_config(left.path).get("vision_config"):
+        raise UsageError(
+            f"{left.path}: its config.json has no vision_config, so the model reads no images:"
+            " leave --image out"
+        )
+
+
+def mrope_of(
+    left: Checkpoint, right: Checkpoint
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Returns how the rotary embedding of the Megatron model takes the three positions of a token,
+    and what of it differs from the config of the Hugging Face side, as `differing_dims` does.
+
+    run_config.yaml or the args state it, else the config.json that the checkpoint keeps, else that
+    of the Hugging Face side. The first part is None if none of them does.
+    """
+    run_config, kept = description_of(right.opened.root), right.files.hf_directory
+    stated = read_model(run_config) if run_config else right.args or {}
+    own, theirs = {}, {}
+    for name in ("mrope_section", "mrope_interleaved"):
+        keys = [f"rope_parameters.{name}", f"rope_scaling.{name}"]
+        places = [place for place in (kept, left.path) if place is not None]
+        found = [[left.mapping.lookup(read_config(p), key) for key in keys] for p in places]
+        own[name] = next((value for value in found[-1] if value is not None), None)
+        listed = [stated.get(name), *itertools.chain(*found)]
+        theirs[name] = next((value for value in listed if value is not None), None)
+    apart = [_row(n, n, own[n], theirs[n]) for n in own if not _same(own[n], theirs[n])]
+    if (section := theirs["mrope_section"]) is None:
+        return None, apart
+    return {"section": list(section), "interleaved": bool(theirs["mrope_interleaved"])}, apart
+
+
 IMPLS = ("transformer_engine", "local")  # layer specs that the trainer builds
 
 
@@ -129,8 +174,10 @@ def require_core(checkpoint: Checkpoint, as_stored: bool = True) -> None:
             " mappings list` lists the dialects"
         )
     described = checkpoint.model.run_config_file is not None
-    if not dialect.has_args or (described and dialect.inexact(checkpoint.dims)):
-        trainer = "Megatron-Bridge" if described else dialect.trainer
+    # a whole model has no args, and its text model runs with those of its own dialect
+    text = load("megatron", text_dialect(dialect)) if dialect.whole else dialect
+    if not text.has_args or (described and dialect.inexact(checkpoint.dims)):
+        trainer = "Megatron-Bridge" if described else text.trainer
         raise UsageError(
             f"{checkpoint.path}: is for {trainer} alone, and the models of Megatron-Core are"
             " run here, which compute something else; `mckpt verify --level bytes` compares all"

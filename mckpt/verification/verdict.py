@@ -25,8 +25,11 @@ from mckpt.progress import watched
 from mckpt.verification.measuring import (
     ROUNDING,
     SHARE,
+    Positions,
     Runs,
+    is_fp32,
     locate,
+    logits_of,
     measure_adapter,
     measure_coverage,
     measure_logits,
@@ -43,6 +46,7 @@ from mckpt.version import __version__
 # A pass needs fp32 logits that differ by at most 1 / CLEAN tolerances. docs/gpu-verification.md has
 # 295 clean runs; the closest one stayed 4.28 times below its tolerance.
 CLEAN = 3.0
+IMAGE = "image"  # the folder of the runs with an image
 FAULT = 10.0  # the tolerances by which the seeded fault must move the logits
 
 
@@ -109,6 +113,13 @@ class Verdict:
                 f"{values['tensors_equal']:,} logical tensors are equal to the last bit{cast}"
                 f" ({values['bytes_compared']:,} bytes)"
             )
+        if image := facts.get("image"):
+            out.append(
+                f"image: noise at {image['places']:,} of {image['positions']:,} positions. Both"
+                " text models get the features that the tower of transformers makes of it"
+            )
+            if (towers := image.get("towers_equal")) is not None:
+                out.append(f"towers: {towers:,} tensors equal")
         if training := facts.get("training"):
             out.append(
                 f"{len(training['losses'][0])} steps at two layouts: losses"
@@ -118,7 +129,7 @@ class Verdict:
 
 
 def _logits_lines(dtype: str, measured: dict[str, Any]) -> list[str]:
-    what, key = ("max", "max_abs") if dtype == "float32" else ("rms", "rms")
+    what, key = ("max", "max_abs") if is_fp32(dtype) else ("rms", "rms")
     out = [
         f"logits {dtype}: {what} {measured[key]:.3g}, tolerance {measured['tolerance']:.3g}"
         f" (noise of transformers {measured['noise']:.3g}, spread {measured['spread']:.3g}),"
@@ -169,7 +180,7 @@ def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks:
         "device": device,
         **{key: ran[key] for key in ("dtype", "impl", "iteration")},
         "versions": runs.facts["versions"] | ran["versions"],
-        "logits": _logits(pair, runs, ran["dtype"], positions.counted),
+        "logits": _logits(pair, runs, ran["dtype"], positions.counted, None),
     }
     if again := runs.facts.get("measured_again"):
         facts["measured_again"] = again
@@ -203,10 +214,21 @@ def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks:
     if len(stored) > LISTED:
         reasons.append(f"and {len(stored) - LISTED:,} more")
     reasons += positions.faults
+    compared = [(runs, facts["points"], dict(facts["logits"]), positions.counted)]
+    if (work / IMAGE).exists():
+        seen = Runs(work / IMAGE, pair.name, num_ranks)
+        chosen = select_positions(seen)
+        reasons += [f"with the image, {fault}" for fault in chosen.faults]
+        facts["image"], logits = _measure_image(pair, seen, ran["dtype"], chosen)
+        facts["logits"] |= logits
+        compared.append((seen, facts["image"]["points"], logits, chosen.counted))
+        if isinstance(values, Values):
+            facts["image"]["towers_equal"] = values.equal_towers(pair.left)
     reasons += _adapter_faults(facts)
     reasons += filter(None, (too_far(dtype, found) for dtype, found in facts["logits"].items()))
     if reasons:
-        facts["where"] = locate(pair, values, runs, facts, positions.counted)
+        places = [locate(pair, values, *one) for one in compared]
+        facts["where"] = next((place for place in places if place["point"]), places[0])
         if facts["where"]["point"]:
             reasons.append(say_where(facts["where"]))
         return Verdict("fail", reasons, facts)
@@ -215,15 +237,46 @@ def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks:
 
 
 def _logits(
-    pair: Pair, runs: Runs, dtype: str, counted: list[np.ndarray]
+    pair: Pair,
+    runs: Runs,
+    dtype: str,
+    counted: list[np.ndarray],
+    inside: list[np.ndarray] | None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns the measurements of the logits in every dtype that ran."""
+    """Returns the measurements of the logits in every dtype that ran.
+
+    counted: the positions of each sequence that count in fp32. inside: those that count in other
+        dtypes; None for all.
+    """
     out = {"float32": measure_logits(runs, counted)}
     if dtype != "float32":
-        out[dtype] = measure_low_logits(runs)
+        out[dtype] = measure_low_logits(runs, inside)
     if (cp := pair.sizes["cp"]) > 1:  # a second run, in the checkpoint's dtype only
-        out[f"{dtype}, cp {cp}"] = measure_low_logits(Runs(runs.work, f"{pair.name}.cp", 0))
+        again = Runs(runs.work, f"{pair.name}.cp", 0)
+        out[f"{dtype}, cp {cp}"] = measure_low_logits(again, inside)
     return out
+
+
+def _measure_image(
+    pair: Pair, runs: Runs, dtype: str, positions: Positions
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Measures the sequence with an image. Returns the facts about it, and the measurements of the
+    logits: those at the places of the image and those at the text around it.
+    """
+    (counted,) = positions.counted
+    is_image = np.isin(np.arange(len(counted)), runs.image_places())
+    logits: dict[str, dict[str, Any]] = {}
+    for part, inside in (("image", is_image), ("text with the image", ~is_image)):
+        measured = _logits(pair, runs, dtype, [inside & counted], [inside])
+        logits |= {f"{name}, {part}": found for name, found in measured.items()}
+    facts = {
+        "places": int(is_image.sum()),
+        "positions": len(counted),
+        "judged": int(counted.sum()),
+        "ties": positions.ties,
+        "points": measure_points(runs, positions.counted),
+    }
+    return facts, logits
 
 
 def does_not_load(pair: Pair, error: MckptError) -> Verdict:
@@ -298,7 +351,9 @@ def incomplete(facts: dict[str, Any]) -> list[str]:
             f"no sequence is longer than the window of {window['window']}; give --tokens with one"
             " that is"
         )
-    out += _weak_margins(*next(iter(facts["logits"].items())))
+    logits = facts["logits"]
+    for dtype in [*filter(is_fp32, logits)] or list(logits)[:1]:
+        out += _weak_margins(dtype, logits[dtype])
     adapter = facts.get("adapter")
     if adapter and adapter["moved"] < FAULT * adapter["tolerance"]:
         out.append(
@@ -310,6 +365,13 @@ def incomplete(facts: dict[str, Any]) -> list[str]:
             f"only {tokens['judged']:,} of {tokens['positions']:,} positions could be judged:"
             f" {tokens['ties']} choices of experts were ties that rounding decided otherwise; give"
             " more and shorter sequences"
+        )
+    image = facts.get("image")
+    if image and image["judged"] < image["positions"] / 2:
+        out.append(
+            f"only {image['judged']:,} of {image['positions']:,} positions of the sequence with the"
+            f" image could be judged: {image['ties']} choices of experts were ties that rounding"
+            " decided otherwise"
         )
     return out
 
@@ -323,13 +385,13 @@ def _weak_margins(dtype: str, logits: dict[str, Any]) -> list[str]:
         ]
     if (below := logits.get("below", math.inf)) < CLEAN:
         return [
-            f"the logits differ by {_ratio(below)}; those of a clean conversion differ by at most"
-            f" 1/{CLEAN:g} of it"
+            f"the {logits_of(dtype)} differ by {_ratio(below)}; those of a clean conversion differ"
+            f" by at most 1/{CLEAN:g} of it"
         ]
     if (above := logits.get("probe_above", math.inf)) < FAULT:
         return [
-            f"a seeded fault moved the logits by only {logits['probe']:.3g}, {above:.2g} times the"
-            " tolerance: another fault could be missed"
+            f"a seeded fault moved the {logits_of(dtype)} by only {logits['probe']:.3g},"
+            f" {above:.2g} times the tolerance: another fault could be missed"
         ]
     return []
 

@@ -182,6 +182,14 @@ NEAR = {"noise": 0, "probe_above": 99, "below": 1.92}
         ({"logits": {"float32": LOGITS | WEAK_PROBE}}, "could be missed"),
         ({"logits": {"float32": LOGITS | NEAR}}, "1/1.92 of the tolerance"),
         ({"tokens": {"judged": 10, "positions": 100, "ties": 3}}, "only 10 of 100"),
+        (
+            {"logits": {"float32": LOGITS, "float32, image": LOGITS | NEAR}},
+            "logits (image) differ by 1/1.92",
+        ),
+        (
+            {"image": {"judged": 9, "positions": 94, "ties": 3}},
+            "only 9 of 94 positions of the sequence with the image",
+        ),
     ],
 )
 def test_a_run_that_proves_too_little_is_incomplete(
