@@ -32,12 +32,13 @@ from mckpt.formats.megatron.optimizer import (
     is_muon,
     keys_of,
 )
-from mckpt.formats.megatron.run_config import RUN_CONFIG, read_section
+from mckpt.formats.megatron.run_config import RUN_CONFIG, read_section, run_config_text
 from mckpt.geometry.box import Layout, Piece, Stored, whole_box
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
 from mckpt.mapping.schema import MAGNITUDE
+from mckpt.mapping.towers import BRIDGE
 from mckpt.options import SourceOptions
 from mckpt.storage.files import read_file
 from mckpt.values.adding import FACTORS, ROW_WISE, Factor
@@ -149,7 +150,8 @@ def of_peft(adapter: PeftAdapter, base: Checkpoint, *, look: bool = True) -> Ada
             f"{base.path}: no config.json describes the base; give its Hugging Face directory"
         )
     choices = {} if base.is_megatron else base.names.choices
-    fitted = fit(adapter, Names(family, base.dims, choices, Parallel()), look=look)
+    towers = carried.shapes_in(base.layout) if mapping.is_part(family.forms) else {}
+    fitted = fit(adapter, Names(family, base.dims, choices, Parallel()), towers, look=look)
     if fitted.whole:
         names = [adapter.key(row) for _, row in fitted.whole.values()]
         raise UsageError.of(
@@ -235,16 +237,39 @@ class _Model(ModelDescription):
 
     @cached_property
     def mapping(self) -> MappingFile:
+        opened, own = self.files.opened, self.options.mapping
+        run, keys = run_config_text(opened.root / RUN_CONFIG), list(opened.keys())
         recorded = self.files.manifest.get("mapping", {}).get("name", "")
-        if recorded in mapping.names("megatron"):
-            return mapping.load("megatron", recorded, self.options.mapping)
-        keys = map(_weight_key, self.files.opened.keys())
-        return mapping.dialect_of(keys, self.options.mapping)
+        text, whole, _ = recorded.partition(mapping.SIGN)
+        trainer = "swift" if any(".lora_A." in key for key in keys) else BRIDGE
 
+        def dialect_of(keys: list[str]) -> MappingFile:
+            if text in mapping.names("megatron"):
+                return mapping.load("megatron", text, own)
+            return mapping.dialect_of(keys, own, run)
 
-def _weight_key(key: str) -> str:
-    """Returns the key of the weight that a factor adapts."""
-    return FACTOR.sub(".weight", key)
+        def of_text(keys: list[str]) -> MappingFile:
+            if text or self.family is None or trainer not in self.family.towers:
+                return dialect_of(keys)
+            named = self.family.towers[trainer].dialect or None  # factors show little of it
+            return mapping.dialect_for(self.family, named, own)
+
+        found = None
+        if whole or not recorded:
+            found = self.whole_mapping(self._weights, of_text, trainer)
+        return found or dialect_of([FACTOR.sub(".weight", key) for key in keys])
+
+    def _weights(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights, also of those that only their factors show, by key."""
+        stored, found = self._stored(), dict[str, tuple[int, ...]]()
+        ends = tuple(rules()[program]["factors"]["b"] for program in ("megatron", "swift"))
+        for key, shape in stored.items():
+            weight = FACTOR.sub(".weight", key)
+            if weight != key and len(shape) > 1:  # A is [rank, in], and B is [out, rank]
+                *axes, rows, columns = found.get(weight, shape)
+                cut = (shape[-2], columns) if key.endswith(ends) else (rows, shape[-1])
+                found[weight] = (*axes, *cut)
+        return found | {key: shape for key, shape in stored.items() if not FACTOR.search(key)}
 
 
 def of_megatron(

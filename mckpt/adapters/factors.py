@@ -16,7 +16,7 @@ from mckpt.formats.base import Names
 from mckpt.formats.megatron.torch_shards import instances
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound
+from mckpt.mapping import Bound, Rule
 from mckpt.mapping.expression import Expression
 from mckpt.mapping.schema import FACTORS, MAGNITUDE, plain
 
@@ -117,6 +117,9 @@ class AdapterNames(Names):
             stem, dot, end = b.rule.key.rpartition(".weight")
             if not dot:
                 continue
+            if b.rule.of_tower:
+                found += self._of_tower(b, stem)
+                continue
             if end.startswith("."):  # one of several sections of a matrix
                 sections.setdefault(stem, []).append(b)
                 continue
@@ -128,6 +131,30 @@ class AdapterNames(Names):
             of = tuple(name for b in several for name in b.rule.of)
             found += self._by_rank(several[0], of, stem)
         return found if self.there is None else [m for m in map(self._there, found) if m]
+
+    def _of_tower(self, b: Bound, stem: str) -> Iterator[Module]:
+        """Yields a module for each weight of a tower's key, which may have those of all layers.
+
+        Raises UsageError for a module of CanonicalLoRA or DoRA.
+        """
+        if self.dora or (self.canonical and not self._is_plain(b.rule)):
+            raise UsageError(
+                f"{stem}: mckpt knows LoRA in the towers of Megatron-Bridge, and not"
+                f" {'DoRA' if self.dora else 'CanonicalLoRA: choose the layout fused or block'}"
+            )
+        module = "" if self._is_plain(b.rule) else self.module
+        yield from (
+            Module(b, f"{stem}.{module}", (name,))
+            for name in b.rule.of
+            if name.endswith(".weight")  # else the model of Hugging Face has no module for it
+        )
+
+    def _is_plain(self, rule: Rule) -> bool:
+        """Returns whether a tensor of a tower belongs to a module of torch, of which every rank has
+        the whole, and not to one of Megatron.
+        """
+        entry = self.mapping.whole and self.mapping.whole.entry_of(rule.key)
+        return entry is not None and entry.is_start
 
     def _by_rank(self, b: Bound, of: tuple[str, ...], stem: str) -> Iterator[Module]:
         """Yields a module whose B has, for each tensor-parallel rank, its part of each weight."""
@@ -187,7 +214,11 @@ class AdapterNames(Names):
         out: set[str] = set()
         for stem in adapted:
             before, _, leaf = stem.rpartition(".")
-            if any(one.rpartition(".")[2] == leaf for one in every - adapted):
+            # the keys of a whole model's adapters do not show which other linears it has
+            alike = self.mapping.whole or any(
+                one.rpartition(".")[2] == leaf for one in every - adapted
+            )
+            if alike:
                 leaf_of = f"*{INDEX.sub('*', before)}."
             else:
                 leaf_of = ""
@@ -216,14 +247,19 @@ class AdapterNames(Names):
         out = self.mapping.bind(self.scope()) if self.whole else []
         ends = rules()[self.program]["factors"]
         # what ms-swift does not cut by the weight's rows or columns, each rank has
-        rest_tp = "replicated" if self.by_swift else "column"
         halved = tuple(f".{name}." for name in rules()["megatron"]["halved"])
-        for b, stem, of, _ in self.modules:
+        stacks: dict[str, list[Module]] = {}  # of the layers of a tower that one tensor has
+        for module in self.modules:
+            stem = module.stem if module.bound.rule.stack else f"{len(stacks)}"
+            stacks.setdefault(stem, []).append(module)
+        for (b, stem, of, _), *more in stacks.values():
             rule, rank = b.rule._replace(dtype=None, transposed=False), self.rank_of(of[0])
+            of = (*of, *(name for module in more for name in module.of))
+            rest_tp = "replicated" if self.by_swift or self._is_plain(rule) else "column"
             a = rule._replace(
                 key=stem + ends["a"],
-                of=(name_of(of[0], A, rank),),
-                pack="one",
+                of=tuple(name_of(name, A, rank) for name in (of if rule.stack else of[:1])),
+                pack="concat" if rule.stack else "one",
                 heads=None,
                 tp="row" if rule.tp == "row" else rest_tp,  # its rows are the rank
             )
@@ -274,6 +310,7 @@ class AdapterNames(Names):
             b._replace(rule=b.rule._replace(key=stem + end, of=()))
             for b, stem, *_ in self.modules
             for end in ends
+            if not b.rule.of_tower
         ]
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mckpt.adapters.peft import PeftAdapter, rules, without_inside
 from mckpt.adapters.targets import Targets
 from mckpt.errors import SourceError, counted
+from mckpt.formats import carried
 from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_config import ADAPTER
 from mckpt.geometry.box import Box, row_major
 from mckpt.geometry.packing import Packed
-from mckpt.mapping import Bound, in_memory, renamed
-from mckpt.mapping.schema import nearest
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound, MappingFile, NameForm, in_memory, renamed, tower_rule
+from mckpt.mapping.schema import TOWER, nearest
 from mckpt.values import dtypes
 from mckpt.values.adding import COLUMN_WISE, FACTORS, NO_AXIS, ROW_WISE, Factor, Segment
 
@@ -61,15 +63,19 @@ class Fit(NamedTuple):
         return any(part.magnitudes for parts in self.parts.values() for part in parts)
 
 
-def fit(adapter: PeftAdapter, names: Names, *, look: bool = True) -> Fit:
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def fit(adapter: PeftAdapter, names: Names, towers: Shapes, *, look: bool = True) -> Fit:
     """Returns the logical tensors that an adapter changes.
 
-    names: those of the base as a Hugging Face directory. look: read the values too.
+    names: those of the base as a Hugging Face directory. towers: the shapes of its tensors beside
+    the text model, by their keys there. look: read the values too.
 
     Raises SourceError with every tensor of the adapter that does not fit, or that has values which
     are not finite.
     """
-    fitted = _Fitting(adapter, names).fit()
+    fitted = _Fitting(adapter, names, towers).fit()
     if look:
         adapter.check_finite()
     return fitted
@@ -91,6 +97,26 @@ def _by_key(names: Names) -> dict[str, list[_BaseTensor]]:
     return found
 
 
+def of_tower(key: str) -> Bound:
+    """Returns the rule of a tower's tensor in Hugging Face files, for its only instance."""
+    one = np.zeros(1, "i8")
+    return Bound(tower_rule(key), one, one, one, 0)
+
+
+def tower_key(family: MappingFile, key: str, form: NameForm) -> str:
+    """Returns the key that a tower's tensor has in memory, in a model of this form."""
+    own = next((one for one in family.forms.values() if one.carries(key)), form)
+    key = own.carried_as(key, form)
+    for old, new in family.memory.items():
+        key = key.replace(old, new)
+    return key
+
+
+def tower_scope(names: Names, towers: Shapes) -> dict[str, Any]:
+    """Returns the scope of the rules of `names` and of `of_tower`."""
+    return {**names.scope(), TOWER: {carried.name_of(key): towers[key] for key in towers}}
+
+
 def _in_memory(names: Names) -> Iterator[Names]:
     """Yields the names that transformers and Unsloth have in memory in place of those of files."""
     ends = rules()["peft"]["linears"].get(names.mapping.name, {})
@@ -103,14 +129,19 @@ def _in_memory(names: Names) -> Iterator[Names]:
 class _Fitting:
     """The tensors of an adapter that are matched so far, and what does not fit."""
 
-    def __init__(self, adapter: PeftAdapter, names: Names) -> None:
-        self.adapter, self.names, self.scope = adapter, names, names.scope()
+    def __init__(self, adapter: PeftAdapter, names: Names, towers: Shapes) -> None:
+        self.adapter, self.names, self.scope = adapter, names, tower_scope(names, towers)
         # the names of the base's files come last, since they win
         self.base = {
             key: tensors
             for one in (*_in_memory(names), names)
             for key, tensors in _by_key(one).items()
         }
+        for key in towers:
+            forms = names.mapping.forms.values()
+            here = [_BaseTensor(of_tower(key), 0)]
+            self.base |= {tower_key(names.mapping, key, form): here for form in forms}
+            self.base[key] = here
         self.problems: list[str] = []
         self.ranks: list[str] = []  # modules whose factors have another rank than stated
         self.parts: dict[Place, list[FactorProduct]] = {}

@@ -50,6 +50,7 @@ from mckpt.formats.megatron.save_directory import iteration_name
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
+from mckpt.mapping import NESTED
 from mckpt.options import AdapterOptions, SourceOptions, TargetOptions
 from mckpt.storage.files import TargetFile
 from mckpt.storage.manifest import Facts
@@ -149,6 +150,10 @@ def form_adapters(
         adapter=_facts(how, names, source),
         megatron_version=decided.target.megatron_version,
     )
+    if tower := names.mapping.whole:
+        known = source.files.manifest if source.is_megatron else described.names.choices
+        facts["form"] = known.get("form")
+        facts["tower_keys"] = tower.used(map(carried.key_of, names.mapping.tower))
     if decided.optimizer and source.optimizer is not None:
         groups, scalers = _optimizer_entries(source, names, decided)
         distributed = source.optimizer.distributed
@@ -341,6 +346,11 @@ def _run_config(decided: Decided, names: AdapterNames, how: str, scale: float) -
     """Returns run_config.yaml with the section `peft`, from which Megatron-Bridge builds the
     adapters; nothing for a target that it does not read.
     """
+    if names.mapping.whole and decided.destination.format.fixed_sizes:
+        raise UsageError(
+            f"{names.mapping.whole.trainer}: does not read adapters of whole models in the format"
+            f" {decided.destination.format}; give the format torch_dist"
+        )
     asked = structs.replace(decided, target=decided.target.with_(run_config=True))
     try:
         files = bridge_files(asked)
@@ -401,10 +411,13 @@ def peft_form(source: AdapterCheckpoint) -> PeftForm:
             f"{source.path}: no config.json describes the model, so the names of its weights in"
             " Hugging Face are not known; give --like HF_DIR"
         )
-    names = Names(family, source.dims, {}, Parallel())
+    form = {"form": NESTED} if NESTED in family.forms else {}
+    names = Names(family, source.dims, form, Parallel())
     places = factors.weights_in(source.layout)
     dora = placing.has_magnitudes(source)
-    layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), dora)
+    named = source.named.mapping.tower if source.named else {}
+    towers = {carried.key_of(name): shape for name, shape in named.items()}
+    layout, outputs, adapted = lay_out(names, places, _dtype(source.layout), towers, dora)
     source = replace(source, held=_without_equal(source, adapted, places))
     layout = replace(layout, shapes=dict(source.layout.shapes))
     content = config(adapted, names, source.scale_of, dora, source.base_name)

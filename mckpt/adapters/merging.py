@@ -16,10 +16,12 @@ from mckpt.adapters.fitting import FactorProduct, Fit, Place, fit
 from mckpt.adapters.peft import PeftAdapter
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError, UsageError, counted
+from mckpt.formats import carried
 from mckpt.formats.base import Names
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
+from mckpt.mapping.schema import CARRIED
 from mckpt.storage.manifest import Facts
 from mckpt.values.adding import (
     COLUMN_WISE,
@@ -101,7 +103,8 @@ def merge(base: Source, adapter: PeftAdapter, *, look: bool = True) -> Source:
                 " tensors are not known; give --like HF_DIR"
             )
         names = Names(family, base.dims, {}, Parallel())
-    out = replace(base, merging=Merging(adapter, fit(adapter, names, look=look)))
+    fitted = fit(adapter, names, carried.shapes_in(base.layout), look=look)
+    out = replace(base, merging=Merging(adapter, fitted))
     _ = out.layout
     return out
 
@@ -275,14 +278,18 @@ def _segment(s: Stored, row: int, piece: Piece, part: FactorProduct) -> Segment:
 
 def _replacing(layout: Layout, fitted: Fit, adapter: PeftAdapter, first: int) -> Iterable[Stored]:
     """Returns the tensors of an adapter that replace those of its base, in the base's dtype."""
-    dtypes = {
-        p.tensor: s.dtype for s in layout.stored if not (s.replica or s.carried) for p in s.pieces
-    }
+    dtypes = {p.tensor: s.dtype for s in layout.stored if not s.replica for p in s.pieces}
     for (name, layer, expert), (box, row) in fitted.whole.items():
         entry = adapter.entries.entry(row)
         piece = Piece(name, box, 0, row_major(entry.shape))
         where = np.array([[layer], [expert], [entry.file + first], [entry.at]], "i8")
         wide = entry.dtype if entry.dtype != dtypes[name] else None
         yield Stored(
-            adapter.key(row), dtypes[name], entry.shape, (piece,), *where, rounded_from=wide
+            adapter.key(row),
+            dtypes[name],
+            entry.shape,
+            (piece,),
+            *where,
+            rounded_from=wide,
+            carried=name.startswith(CARRIED),
         )

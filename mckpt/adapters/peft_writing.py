@@ -9,7 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mckpt.adapters.factors import A, B, Place, name_of
-from mckpt.adapters.fitting import turned_by_version
+from mckpt.adapters.fitting import (
+    Shapes,
+    of_tower,
+    tower_key,
+    tower_scope,
+    turned_by_version,
+)
 from mckpt.adapters.peft import is_adapter, open_adapter, rules
 from mckpt.formats.base import Format, Names, packed
 from mckpt.formats.hf_config import ADAPTER
@@ -17,7 +23,7 @@ from mckpt.formats.hf_files import Row, place
 from mckpt.geometry.box import Box, Layout, Piece, Stored, whole_box
 from mckpt.geometry.packing import Packed
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, Rule, in_memory
+from mckpt.mapping import Bound, Rule, in_memory, is_part
 from mckpt.mapping.schema import MAGNITUDE
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
@@ -47,14 +53,21 @@ class Written(NamedTuple):
     adapted: list[AdaptedWeight]
 
 
-def lay_out(names: Names, ranks: Mapping[Place, int], dtype: str, dora: bool = False) -> Written:
+def lay_out(
+    names: Names,
+    ranks: Mapping[Place, int],
+    dtype: str,
+    towers: Shapes,
+    dora: bool = False,
+) -> Written:
     """Lays out the factors of an adapter.
 
     names: those of the base as a Hugging Face directory. ranks: of each weight with factors.
-    dora: each weight has magnitudes too.
+    towers: the shapes of tensors of towers, by their keys there. dora: each weight has magnitudes
+    too.
     """
     sides = (A, B, MAGNITUDE) if dora else (A, B)
-    adapted = list(_adapted(names, ranks))
+    adapted = [*_adapted(names, ranks), *_of_towers(names, ranks, towers)]
     keys = {one.key for one in adapted}
     rows = [row for one in adapted for row in _rows(one, keys, dtype)[: len(sides)]]
     places = place(rows, ONE_FILE, STEM)
@@ -94,6 +107,17 @@ def _adapted(names: Names, ranks: Mapping[Place, int]) -> Iterable[AdaptedWeight
                 rank = ranks[there[0], layer, of[0]]
                 turned = count > 1 and bool(turned_by_version(version, names.mapping.name))
                 yield AdaptedWeight(keys[at], b, whole, layer, of, there, rank, count > 1, turned)
+
+
+def _of_towers(names: Names, ranks: Mapping[Place, int], towers: Shapes) -> Iterable[AdaptedWeight]:
+    """Yields the weights of towers that have factors."""
+    family, scope = names.mapping, tower_scope(names, towers)
+    for key in towers:
+        b = of_tower(key)
+        if rank := ranks.get((name := b.rule.of[0], 0, 0)):
+            there = tower_key(family, key, family.form(scope))
+            whole = packed(b.rule, scope)
+            yield AdaptedWeight(there, b, whole, 0, [0], [name], rank, False, False)
 
 
 def _rows(one: AdaptedWeight, keys: set[str], dtype: str) -> list[Row]:
@@ -266,10 +290,13 @@ def _leaf(key: str) -> str:
 
 def _exact(keys: set[str], experts: set[str], names: Names) -> set[str]:
     """Returns names of the modules of these weights: the last part, if all modules of the model
-    with it are among them, else the whole name.
+    with it are among them, else the whole name, as in a model with towers, whose modules may have
+    the same last parts.
 
     experts: last parts for which PEFT takes the modules of experts only.
     """
+    if is_part(names.mapping.forms):
+        return {key.removesuffix(".weight") for key in keys}
     every: dict[str, set[str]] = {}
     for b in names.bound:
         if not (b.rule.alias or b.rule.mtp) and b.rule.written:

@@ -15,7 +15,7 @@ from mckpt.conversion.args import Decided
 from mckpt.errors import UsageError
 from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
-from mckpt.mapping.schema import MAGNITUDE
+from mckpt.mapping.schema import CARRIED, MAGNITUDE
 
 EQUAL = "equals the factor A of another weight of its linear, of which Megatron has one"
 
@@ -321,15 +321,20 @@ def _refuse_homeless(places: Mapping[Place, int], names: AdapterNames) -> None:
     there = {
         (name, int(layer), int(expert))
         for module in names.modules
-        if module.bound.rule.stage != "first"
+        if module.bound.rule.stage != "first" or module.bound.rule.of_tower
         for layer, expert in zip(*module.bound.instances(), strict=True)
         for name in module.of
     }
     if lost := [place for place in places if place not in there]:
+        beside = not names.mapping.whole and any(name.startswith(CARRIED) for name, *_ in lost)
+        other = "Give --towers, if the trainer builds the whole model, or merge"
         raise UsageError.of(
             "the adapter changes weights that have no adapter in Megatron:",
-            [name.format(layer=layer, expert=expert) for name, layer, expert in lost],
-            "Merge the adapter with `mckpt adapter merge` instead.",
+            [
+                name.removeprefix(CARRIED).format(layer=layer, expert=expert)
+                for name, layer, expert in lost
+            ],
+            f"{other if beside else 'Merge'} the adapter with `mckpt adapter merge` instead.",
         )
 
 

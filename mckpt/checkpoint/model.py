@@ -74,7 +74,7 @@ class ModelDescription:
             return self._family_in(self.files.path)
         opened, own = self.files.opened, self.options.mapping
         run = run_config_text(opened.root / RUN_CONFIG)
-        whole = self._whole(lambda keys: mapping.dialect_of(keys, own, run))
+        whole = self.whole_mapping(self._stored, lambda keys: mapping.dialect_of(keys, own, run))
         return whole or mapping.dialect_of(opened.keys(), own, run)
 
     @cached_property
@@ -84,12 +84,27 @@ class ModelDescription:
         keys = self._described_keys or ()
         return {key for key in keys if any(form.carries(key) for form in forms)}
 
-    def _whole(self, dialect_of: Callable[[list[str]], MappingFile]) -> MappingFile | None:
-        """Returns the dialect of a whole multimodal model; None for a model without towers."""
+    def _stored(self) -> Mapping[str, tuple[int, ...]]:
+        """Returns the shapes of the stored tensors by key."""
+        shown = self.files.opened.show(None).tensors
+        return {key.rpartition("/")[2]: shape for key, _, shape, _ in shown}
+
+    def whole_mapping(
+        self,
+        stored: Callable[[], Mapping[str, tuple[int, ...]]],
+        dialect_of: Callable[[list[str]], MappingFile],
+        trainer: str | None = None,
+    ) -> MappingFile | None:
+        """Returns the dialect of a whole multimodal model; None for a model without towers.
+
+        stored: returns the shapes of its weights by key. trainer: the program of the adapters, if
+        it has those of some weights alone.
+        """
         opened = self.files.opened
-        if not any(".decoder." in key for key in list(opened.keys())):
+        if not any(".decoder." in key for key in list(opened.keys())) and not (
+            trainer and self.family
+        ):
             return None
-        stored = {key.rpartition("/")[2]: shape for key, _, shape, _ in opened.show(None).tensors}
         tp = opened.parallel().tp if opened.format.fixed_sizes else 1
         if self.family is not None and self.files.described_by is not None:
             config = read_config(self.files.described_by)
@@ -109,7 +124,10 @@ class ModelDescription:
                 for family in families
                 for tower in family.towers.values()
             ]
-        return mapping.dialect_of_whole(towers, stored, tp, config, dialect_of)
+        if trainer is not None:
+            towers = [tower for tower in towers if tower.trainer == trainer]
+        some = trainer is not None
+        return mapping.dialect_of_whole(towers, stored(), tp, config, dialect_of, some)
 
     @cached_property
     def family(self) -> MappingFile | None:

@@ -324,7 +324,7 @@ def _with_towers(source: Checkpoint, dialect: MappingFile, trainer: str) -> Mapp
             f"--towers {trainer}: no config.json describes the model of {source.path}; give --like"
             " HF_DIR, the directory of the whole model"
         )
-    tensors = {row.key: row.shape for row in carried.of(source.layout)}
+    tensors = carried.shapes_in(source.layout)
     if not tensors:
         raise UsageError(
             f"--towers {trainer}: {source.path} has no towers; leave it out"

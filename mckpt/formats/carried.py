@@ -73,6 +73,11 @@ def of(layout: Layout) -> list[Row]:
     return [Row(key_of(name), dtypes[name], layout.shapes[name]) for name in names]
 
 
+def shapes_in(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the carried tensors of a layout by their keys in Hugging Face files."""
+    return {row.key: row.shape for row in of(layout)}
+
+
 def shapes(stored: Iterable[Stored]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the carried tensors among those of Hugging Face files, by logical
     name.

@@ -30,7 +30,7 @@ _LORA = pattern(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
 # Ends of the keys of the factors of adapters, those of Megatron-Bridge and of ms-swift
 # (mappings/adapters.yaml), and the part that the keys of the weights below them have in memory
 FACTOR = pattern(
-    r"\.(?:adapter\.(?:(?:adapter_\w+\.)?linear_(?:in|out)\.weight|weight_magnitude)"
+    r"\.(?:(?:adapter\.(?:adapter_\w+\.)?)?linear_(?:in|out)\.weight|adapter\.weight_magnitude"
     r"|lora_[AB]\.default\.weight)$"
 )
 _WRAPPED = ".to_wrap."

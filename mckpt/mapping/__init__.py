@@ -3,7 +3,16 @@
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
-from mckpt.mapping.forms import equal, is_part, lookup, major_minor, of_others, typed
+from mckpt.mapping.forms import (
+    NESTED,
+    NameForm,
+    equal,
+    is_part,
+    lookup,
+    major_minor,
+    of_others,
+    typed,
+)
 from mckpt.mapping.heads import is_of_head, with_head
 from mckpt.mapping.inert import args_known_by_word, is_neutral, unknown_args, unread_keys
 from mckpt.mapping.nodes import digest_of
@@ -26,20 +35,25 @@ from mckpt.mapping.stacked import in_memory, renamed, with_stacked_experts
 from mckpt.mapping.towers import Tower
 from mckpt.mapping.whole import (
     LAYERS,
+    SIGN,
     dialect_of_whole,
     of_whole_model,
     text_dialect,
+    tower_rule,
     whole_dialect,
 )
 
 __all__ = [
     "KINDS",
     "LAYERS",
+    "NESTED",
     "NO_MTP",
+    "SIGN",
     "Bound",
     "Dims",
     "ExpressionError",
     "MappingFile",
+    "NameForm",
     "Rule",
     "Scope",
     "Tower",
@@ -69,6 +83,7 @@ __all__ = [
     "schema",
     "text_dialect",
     "to_keep",
+    "tower_rule",
     "typed",
     "unknown_args",
     "unread_keys",

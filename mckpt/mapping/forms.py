@@ -77,6 +77,7 @@ def major_minor(text: str) -> list[int]:
     return [int(found[1]), int(found[2])]
 
 
+NESTED = "nested"  # the form of the names that transformers 5 has in memory, where others differ
 OUTER = "/"  # starts a key of the whole config.json, not of the text model's part
 
 
@@ -94,6 +95,13 @@ class NameForm(NamedTuple):
     def carries(self, key: str) -> bool:
         """Returns whether the tensor with this stored key is carried unchanged."""
         return any(_matches(name, key) for name in self.carried)
+
+    def carried_as(self, key: str, other: NameForm) -> str:
+        """Returns the key that another form gives to a tensor that this one carries."""
+        for mine, theirs in zip(self.carried, other.carried, strict=False):
+            if mine.endswith(".*") and theirs.endswith(".*") and _matches(mine, key):
+                return theirs.removesuffix("*") + key.removeprefix(mine.removesuffix("*"))
+        return key
 
     def is_of(self, keys: Iterable[str]) -> bool:
         """Returns whether the carried tensors of a model in this form can have these keys."""

@@ -49,8 +49,15 @@ class Rule(NamedTuple):
 
     @property
     def carried(self) -> bool:
-        """Returns whether it is a tensor of a tower, which keeps its dtype."""
-        return bool(self.of) and self.of[0].startswith(CARRIED) and "@" not in self.of[0]
+        """Returns whether it is a tensor of a tower, which keeps its dtype; an adapter's factor of
+        one, and the state of its optimizer, are none.
+        """
+        return self.of_tower and "@" not in self.of[0] and ":" not in self.of[0]
+
+    @property
+    def of_tower(self) -> bool:
+        """Returns whether it is a tensor of a tower, or a factor or a state of one."""
+        return bool(self.of) and self.of[0].startswith(CARRIED)
 
     @property
     def condition(self) -> str:

@@ -84,6 +84,11 @@ def whole_dialect(
     )
 
 
+def tower_rule(stored: str) -> Rule:
+    """Returns the rule of a tower's tensor with this key in Hugging Face files."""
+    return _rule(stored, [stored], TowerTensor(stored, stored), {}, "")
+
+
 def text_dialect(dialect: MappingFile) -> str:
     """Returns the name of the dialect of a model, or of the text model of a whole one."""
     return dialect.name.partition(SIGN)[0]
@@ -95,17 +100,22 @@ def dialect_of_whole(
     tp: int,
     config: Mapping[str, Any],
     dialect_of: Callable[[list[str]], MappingFile],
+    some: bool = False,
 ) -> MappingFile | None:
     """Returns the dialect of a Megatron checkpoint of a whole model; None for any other.
 
     towers: those that it may have, the most likely first. stored: the shapes of its tensors by key;
     of one rank of `tp`, or whole. dialect_of: finds the dialect of the text model by its keys.
+    some: it has some of the tensors, as those that an adapter changes.
 
     Raises MappingError as `whole_dialect`.
     """
     likely = [t for t in towers if any(key.startswith(f"{t.text}decoder.") for key in stored)]
+    if some:
+        likely = [t for t in likely if t.text] or [t for t in towers if any(t.fit(stored))]
     tower = max(likely, key=lambda t: t.fit(stored), default=None)
-    if tower is None or not any(tower.fit(stored)):  # such as one of Megatron's own old names
+    # without a tower's tensors it is such as one of Megatron's own old names
+    if tower is None or not (some or any(tower.fit(stored))):
         return None
     text = [key.removeprefix(tower.text) for key in stored if key.startswith(tower.text)]
     return whole_dialect(dialect_of(text), tower, tower.shapes(stored, tp), config)

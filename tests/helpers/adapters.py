@@ -168,6 +168,11 @@ def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
         key.removeprefix(PREFIX): array.astype(np.float64)
         for key, array in load_file(adapter / WEIGHTS).items()
     }
+    if not any(key.startswith("model.language_model.") for key in result):
+        # names that transformers 5 has in memory
+        names = {"model.language_model.": "model.", "model.visual.": "visual."}
+        for old, new in names.items():
+            stored = {key.replace(old, new): array for key, array in stored.items()}
     count = 1 + max([int(found[1]) for key in result if (found := _EXPERT.search(key))], default=-1)
     for key in [key for key, array in stored.items() if array.ndim == 3]:  # one for all experts
         (of_all,) = stored.pop(key)

@@ -16,7 +16,8 @@ behind the arrow:
     trained  fully_reshardable, dp_reshardable, or torch (files of that format, which
              Megatron-Bridge does not write): Adam makes a step, and its state is saved in this
              form; with `load`, Megatron-Core first loads the state of the checkpoint
-    load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it.
+    load     a checkpoint: Megatron-Bridge builds the adapter of its run_config.yaml and loads it,
+             and with `save` saves it again.
              With `kind` and `options` it has files of the format torch, which lack that file, and
              each expert of the model has matrices of its own
     whole    with `load`: the checkpoint has the weights too, and they are loaded as well
@@ -138,13 +139,13 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
     else:
         path = next(Path(case["load"]).rglob("run_config.yaml"))
         peft = instantiate(read_run_config(str(path))["peft"])
-    model = peft(model, training=False)
-    peft.set_params_to_save(model)
+    model, optimizer = peft(model, training=False), None
     for chunk in model:
         for name, parameter in chunk.named_parameters():
-            if ".adapter." in name:
+            if is_factor(name):
                 parameter.requires_grad = True
                 parameter.data.fill_(float("nan"))
+    peft.set_params_to_save(model)
     if files:
         load_files(model, next(Path(case["load"]).glob("*/mp_rank_*")).parent)
     elif "load" in case:
@@ -181,6 +182,11 @@ def adapter_class(kind: str) -> Any:
     }[kind]
 
 
+def is_factor(name: str) -> bool:
+    """Returns whether a parameter is one of an adapter, also of a module of torch in a tower."""
+    return ".adapter." in name or name.endswith((".linear_in.weight", ".linear_out.weight"))
+
+
 def fill(model: list[Any], sizes: dict[str, int], number: int = 0) -> None:
     """Gives the adapter random values. Ranks that hold copies of a tensor must agree, so the seed
     is the name, and the number of the rank that has another part. Each `number` gives other values.
@@ -189,11 +195,12 @@ def fill(model: list[Any], sizes: dict[str, int], number: int = 0) -> None:
 
     for chunk in model:
         for name, parameter in chunk.named_parameters():
-            if ".adapter." not in name:
+            if not is_factor(name):
                 continue
             expert = ".experts." in name and ".shared_experts." not in name
             apart = ps.get_expert_model_parallel_rank() if expert and parameter.dim() == 3 else 0
-            tensor = 0 if expert else ps.get_tensor_model_parallel_rank()
+            apart_by_tp = not expert and ".adapter." in name
+            tensor = ps.get_tensor_model_parallel_rank() if apart_by_tp else 0
             if name.endswith("weight_magnitude") and ("linear_proj" in name or "fc2" in name):
                 tensor = 0
             stage = ps.get_pipeline_model_parallel_rank()

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,48 @@ def test_an_adapter_has_the_linears_of_unsloth(tiny_model, tmp_path):
             assert np.array_equal(one.T, merged[f"{of}.{expert}.{end}"].detach().numpy()), key
     logits = tiny.hf_logits(tmp_path / "merged", tokens)
     assert np.abs(logits - wanted).max() < limit(wanted) < np.abs(plain - wanted).max() / 100
+
+
+@pytest.mark.parametrize("case", ["qwen3_vl", "qwen2_5_vl"])
+def test_adapters_of_whole_models_are_those_of_peft(case, tiny_model, tmp_path):
+    """`all-linear` adapts the tower too. PEFT loads what comes back of Megatron, and reports no
+    missing tensor.
+    """
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForImageTextToText
+
+    base, adapter = tiny_model(case, "float32"), tmp_path / "adapter"
+
+    def model() -> Any:
+        return AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    adapted = get_peft_model(model(), config)
+    with torch.no_grad():
+        for name, factor in adapted.named_parameters():
+            if ".lora_" in name:
+                factor.copy_(torch.from_numpy(adapters.drawn(name, tuple(factor.shape))))
+    adapted.save_pretrained(adapter)
+    factors_of = adapters.weights(adapter)
+    assert any(".visual." in key for key in factors_of)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "wanted")
+    good("adapter", "merge", base, adapter, tmp_path / "merged")
+    wanted, found = (adapters.weights(tmp_path / name) for name in ("wanted", "merged"))
+    assert wanted.keys() == found.keys()
+    assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+    options = ("--towers", "swift", "--layout", "swift-block")
+    good("adapter", "to-megatron", adapter, base, tmp_path / "megatron", *options)
+    good("adapter", "to-hf", tmp_path / "megatron", tmp_path / "back")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        loaded = PeftModel.from_pretrained(model(), str(tmp_path / "back"))
+    state = get_peft_model_state_dict(loaded)
+    assert {key for key in state if ".lora_" in key} == factors_of.keys()
+    # the block has the sum of the ranks, and computes the same
+    loaded.merge_and_unload().save_pretrained(tmp_path / "again")
+    again = adapters.weights(tmp_path / "again")
+    assert all(np.array_equal(again[key], wanted[key]) for key in wanted)
 
 
 def test_every_key_of_a_configuration_is_known():
