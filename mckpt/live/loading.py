@@ -34,11 +34,13 @@ from mckpt.execute.files import OpenFiles
 from mckpt.execute.mover import naming
 from mckpt.execute.piecewise import MEMORY, read, within
 from mckpt.execute.threads import ThreadPool
-from mckpt.formats import places
+from mckpt.formats import carried, places
+from mckpt.formats.foreign import FACTOR
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import (
+    Described,
     RankParts,
     collected,
     has_adapters,
@@ -196,9 +198,12 @@ def _load(
     """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
     adapter, broadcast, most = how.adapter, how.broadcast, how.max_memory
     optimizer = None if resumed is None else resumed.optimizer
-    model = collected(memory, own=True, optimizer=optimizer)
+    # the towers of a whole model are packed by what config.json says
+    like = opened.files.described_by if carried.of(opened.layout) else None
+    described: Described = {} if like is None else {"like": like}
+    model = collected(memory, described, own=True, optimizer=optimizer)
     if adapter is None and has_adapters(model):
-        own = (w for w in memory.weights if ".adapter." in w.name and w.parameter)
+        own = (w for w in memory.weights if FACTOR.search(w.name) and w.parameter)
         clock.seconds["adapter_kept"] = sum(math.prod(w.shape) for w in own)
     if resumed is not None:
         model = model.with_optimizer()
@@ -301,11 +306,12 @@ def join_models(source: Checkpoint, model: Checkpoint) -> tuple[Joined, Layout]:
     described = model.with_dims(moved.dims)
     refuse_misfit(moved, described.names, "the live model")
     unused = masters_in_fp32(moved, described) if moved.has_states else set()
-    # what Megatron's models do not have, such as a vision tower, has no place in this one
+    # what the model does not have, such as a vision tower, has no place in it
+    whole = model.mapping.whole is not None
     held = [
         s
         for s in moved.layout.stored
-        if not (s.carried or unused & {piece.tensor for piece in s.pieces})
+        if not (unused & {piece.tensor for piece in s.pieces} or (s.carried and not whole))
     ]
     layout = Layout(moved.layout.files, held, moved.layout.shapes)
     return join(layout, described.layout), described.layout

@@ -313,15 +313,15 @@ def _is_factor(key: str) -> bool:
     """Returns whether a key is that of a factor of an adapter. Raises UsageError for another tensor
     of an adapter.
     """
-    if ".adapter." not in key:
-        return False
-    if not FACTOR.search(key):
+    if FACTOR.search(key):
+        return True
+    if ".adapter." in key:
         raise UsageError(
             f"{key}: belongs to an adapter of a kind that mckpt does not know. It knows LoRA,"
             " CanonicalLoRA and DoRA of Megatron-Bridge, whose tensors are linear_in.weight,"
             " linear_out.weight and weight_magnitude"
         )
-    return True
+    return False
 
 
 def _alpha(every: Sequence[Mapping[Any, str]]) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError
 from mckpt.mapping.forms import equal
@@ -23,6 +24,7 @@ _OF_THE_RUN = {
     "make_vocab_size_divisible_by",
     "max_position_embeddings",
 }
+_POSITIONS = "position_embedding_type"  # mrope of a whole model is rope for text
 # arg -> the attribute of a model that has its value
 _ATTRIBUTES = {
     "position_embedding_type": "position_embedding_type",
@@ -43,13 +45,18 @@ def refuse_other_settings(
     source: the checkpoint; without it, what describes the model.
     """
     dims, dialect = (source or model).dims, model.mapping
+    if (whole := dialect.whole) is not None:  # whose text model has the settings
+        dialect = mapping.load(
+            "megatron", mapping.text_dialect(dialect), model.model.options.mapping
+        )
+        chunks = [_inside(chunk, whole.text) for chunk in chunks]
     like = model.model.options.like
     stated = str(source.path if source else like or "the args")
     expected = dialect.write(dims)
     wanted = dialect.read(expected, source=stated)
     problems: list[str] = []
     for chunk in chunks:
-        names = dialect.flags.keys() - _OF_THE_RUN
+        names = dialect.flags.keys() - _OF_THE_RUN - ({_POSITIONS} if whole else set())
         args = {name: value for name, value in args_of(chunk).items() if name in names}
         # other names of what the model states
         aliases = {
@@ -74,6 +81,13 @@ def refuse_other_settings(
             " --megatron-args` prints. Where a difference is wanted, state it: mckpt.open(SRC,"
             " settings={NAME: VALUE}).",
         )
+
+
+def _inside(chunk: Any, text: str) -> Any:
+    """Returns the text model of a whole one. text: the start of its keys."""
+    for name in text.split(".")[:-1]:
+        chunk = getattr(chunk, name)
+    return chunk
 
 
 def args_of(chunk: Any) -> dict[str, Any]:

@@ -20,6 +20,12 @@ behind the arrow:
              and with `save` saves it again.
              With `kind` and `options` it has files of the format torch, which lack that file, and
              each expert of the model has matrices of its own
+    empty    true: the weights of the base stay as they are made; at tp 2, Megatron-Bridge 0.6.2
+             hangs while it loads those of Qwen3-VL
+    live     a directory to write: mckpt.live fills the model from `source` and saves it there. With
+             `kind`, it then wraps the model, and saves it to the directories LIVE-merged and
+             LIVE-only -> empty: parameters that were not filled
+             -> apart: the tensors of mckpt.live.hf_tensors that differ from those of `source`
     whole    with `load`: the checkpoint has the weights too, and they are loaded as well
 
 out_dir/NAME.json: ok, error {"0": traceback of the first rank}.
@@ -97,7 +103,7 @@ def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
         )
         result: dict[str, Any] = {"name": case["name"], "ok": True}
         try:
-            judge(case, sizes, out)
+            result |= judge(case, sizes, out)
         except Exception:
             result |= {"ok": False, "error": {str(dist.get_rank()): traceback.format_exc()}}
         results: list[Any] = [None] * dist.get_world_size()
@@ -109,15 +115,17 @@ def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
         gc.collect()
 
 
-def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
-    """Saves or loads the adapter of one case and exports it."""
+def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> dict[str, Any]:
+    """Saves or loads the adapter of one case and exports it. Returns further results."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
     from megatron.bridge.training.utils.checkpoint_utils import read_run_config
     from megatron.bridge.utils.instantiate_utils import instantiate
 
+    from mckpt import live
+
     base = AutoBridge.from_hf_pretrained(Path(case["source"]), torch_dtype=torch.float32)
-    provider = base.to_megatron_provider()
+    provider = base.to_megatron_provider(load_weights=not case.get("empty"))
     provider.params_dtype = provider.pipeline_dtype = torch.float32
     provider.bf16 = provider.fp16 = False
     provider.moe_token_dispatcher_type = "alltoall"
@@ -134,6 +142,15 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
     provider.moe_grouped_gemm = provider.moe_grouped_gemm and not files
     provider.finalize()
     model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    if "live" in case:
+        found = live_route(model, Path(case["source"]), case["live"])
+        if "kind" in case:
+            model = adapter_class(case["kind"])(**case["options"])(model, training=False)
+            fill(model, sizes)
+            for choice in ("merged", "only"):
+                place = f"{case['live']}-{choice}"
+                live.save_hf(model, place, like=case["source"], adapter=choice)
+        return found
     if "kind" in case:
         peft = adapter_class(case["kind"])(**case["options"])
     else:
@@ -170,6 +187,27 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> None:
         logits = forward(model[0].eval(), torch.tensor(case["tokens"]), sizes["tp"])
         if dist.get_rank() == 0:
             np.save(out / f"{case['name']}.npy", logits.numpy())
+    return {}
+
+
+def live_route(model: list[Any], source: Path, saved: str) -> dict[str, Any]:
+    """Returns what is wrong with a model that mckpt.live fills, and with what it gives."""
+    from safetensors.torch import load_file
+
+    from mckpt import live
+
+    for chunk in model:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+    live.load(model, source)
+    named = [one for chunk in model for one in chunk.named_parameters()]
+    empty = [name for name, parameter in named if parameter.isnan().any()]
+    wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
+    given = {name: tensor.clone() for name, tensor in live.hf_tensors(model, like=source)}
+    apart = sorted(given.keys() ^ wanted.keys())
+    apart += [name for name in given.keys() & wanted.keys() if not given[name].equal(wanted[name])]
+    live.save_hf(model, saved, like=source)
+    return {"empty": empty, "apart": apart}
 
 
 def adapter_class(kind: str) -> Any:

@@ -477,6 +477,8 @@ def live_case(case: Case) -> dict[str, Any]:
         return live_cases.run_training(case, args)
     if "resumes" in case:
         return live_cases.run_resumed(case, args)
+    if "whole" in case:
+        return live_cases.run_whole(case, build.build(args, args.params_dtype))
     if "lora" in case:
         return live_cases.run_lora(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)

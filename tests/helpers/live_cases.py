@@ -30,6 +30,10 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        with the first loaded into its adapters. `refused`: directories of PEFT that do not fit
        -> wrong: {name of a check: what differs, on any rank}
        -> refused: the error for each of these
+       whole: a directory to write: the model becomes the text model of a whole one, whose tower
+       is made of the tensors of `like`. Each `loads` must fill it, and Sync and save_hf must give
+       the tensors of `like`
+       -> wrong: {name of a check: what differs, on any rank}
        hands: true does what a user may do wrong (`hands`), with `sources`: two directories of the
        same shapes
        options: of mckpt.trainer.train, for `trains`
@@ -110,6 +114,53 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     for engine, ports in case.get("engines", {}).items():
         push(chunks, case["like"], engine, *ports)
     return {"differs": differs, "exported": exported}
+
+
+@torch.no_grad()
+def run_whole(case: dict[str, Any], chunks: list[Any]) -> dict[str, Any]:
+    """Fills a whole multimodal model, and compares what it gives with `like`."""
+    like, wrong = Path(case["like"]), dict[str, list[str]]()
+    wanted = read(like)
+    models = [whole_model(chunk, wanted) for chunk in chunks]
+    for number, (source, options) in enumerate(case["loads"]):
+        for _, weight in load.weights(models):
+            weight.fill_(float("nan"))
+        live.load(models, source, **options)
+        empty = (name for name, weight in load.weights(models) if weight.isnan().any())
+        wrong[f"load {number}"] = on_any_rank(empty)
+        given = on_the_host(live.hf_tensors(models, like=like))
+        wrong[f"sync {number}"] = unlike(given, wanted)
+    live.save_hf(models, case["whole"], like=like)
+    wrong["saved"] = unlike(read(Path(case["whole"])), wanted)
+    config = models[0].config
+    config.layernorm_epsilon *= 2
+    refused = refusal(lambda: live.load(models, case["loads"][0][0]))
+    return {"wrong": wrong, "refused": refused}
+
+
+def whole_model(chunk: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns a whole multimodal model as the trainers build it: the text model is its
+    `language_model`, and the first stage has a tower whose names are those of transformers.
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    class Whole(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+        def __init__(self) -> None:
+            super().__init__(chunk.config)
+            self.language_model = chunk
+            for name, tensor in tensors.items() if chunk.pre_process else ():
+                if not name.startswith("visual."):
+                    continue
+                module: torch.nn.Module = self
+                *path, last = name.split(".")
+                for part in path:
+                    if not hasattr(module, part):
+                        module.add_module(part, torch.nn.Module())
+                    module = getattr(module, part)
+                parameter = torch.nn.Parameter(torch.empty_like(tensor), requires_grad=False)
+                module.register_parameter(last, parameter)
+
+    return Whole()
 
 
 def fresh(chunks: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mckpt
 from mckpt.adapters.checkpoint import of_megatron
 from mckpt.options import SourceOptions
 from tests.helpers import adapters, made_models
@@ -81,10 +82,10 @@ SAVED: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
         {"target_modules": ["linear_qkv", "linear_fc1"]},
     ),
     # whole multimodal models, of which linear_qkv and others are in the towers too
-    "whole": ("qwen3_vl", {}, "lora", {}),
+    "whole": ("qwen3_vl", {"tp": 2}, "lora", {}),
     "whole of transformers": (
         "qwen2_5_vl",
-        {},
+        {"tp": 2},
         "lora",
         {"target_modules": ["linear_qkv", "linear_fc2", "qkv", "merger.mlp.*", "*.1.mlp.up_proj"]},
     ),
@@ -110,9 +111,9 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
     "dora of whole rows": ("llama", (*ATTENTION[:3], *MLP[:2]), "fused", {"tp": 2}),
     "blocks": ("qwen3-moe", (*ATTENTION, *MLP), "block", {"ep": 2}),
     "blocks of two ranks": ("qwen3-moe", (*ATTENTION, *MLP), "block", {"ep": 2}),
-    "whole": ("qwen3_vl", (*ATTENTION, *MLP, *TOWER), "fused", {}),
-    "whole of transformers": ("qwen2_5_vl", ("o_proj", "qkv", "mlp.2"), "fused", {}),
-    "text of whole": ("qwen3_vl", ("q_proj", "k_proj", "v_proj", "down_proj"), "fused", {}),
+    "whole": ("qwen3_vl", (*ATTENTION, *MLP, *TOWER), "fused", {"tp": 2}),
+    "whole of transformers": ("qwen2_5_vl", ("o_proj", "qkv", "mlp.2"), "fused", {"tp": 2}),
+    "text of whole": ("qwen3_vl", ("q_proj", "k_proj", "v_proj", "down_proj"), "fused", {"tp": 2}),
     "files of experts": ("qwen3-moe", (*ATTENTION, *MLP), "canonical", {}),
     "files of two ranks": ("qwen3-moe", (*ATTENTION, *MLP), "canonical", {"ep": 2}),
 }
@@ -162,6 +163,7 @@ def ran(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
                 "kind": kind,
                 "options": {"dim": 4, "alpha": 8, **options},
                 "save": str(work / "saved" / name),
+                "empty": name in WHOLE,
                 **({} if name in NO_EXPORT else {"export": str(work / "exported" / name)}),
                 **tokens(model, sizes),
             }
@@ -190,6 +192,7 @@ def ran(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
                 "sizes": sizes,
                 "load": str(out),
                 "whole": whole,
+                "empty": name in WHOLE,
                 "save" if name in NO_EXPORT else "export": str(work / "loaded" / name),
                 **({"kind": layout, "options": {"dim": 4, "alpha": 8}} if name in FILES else {}),
                 **tokens(model, sizes),
@@ -268,6 +271,32 @@ def test_megatron_bridge_loads_what_mckpt_writes(case, ran, tiny_model, work) ->
     same(base, work / "back" / case, work / "peft" / case)
     if case not in TWO_RANKS:
         expect_logits(result, base, work / "back" / case)
+
+
+def test_a_live_whole_model_gets_and_gives_its_towers(tiny_model, work) -> None:
+    """The models of Megatron-Bridge, whose towers are its own modules or those of transformers."""
+    cases = [
+        {
+            "name": f"{model} {number}",
+            "source": str(tiny_model(model, "float32")),
+            "sizes": sizes,
+            "empty": True,
+            "kind": "lora",
+            "options": {"dim": 4, "alpha": 8, "target_modules": [*REST, "linear_qkv", "qkv"]},
+            "live": str(work / f"live {model} {number}"),
+        }
+        for model in ("qwen3_vl", "qwen2_5_vl")
+        for number, sizes in enumerate(({"tp": 2}, {"pp": 2}, {}))
+    ]
+    results = judge(cases, work / "live", **RUN)
+    for case in cases:
+        result = results[case["name"]]
+        assert result["ok"], explain(result)
+        assert (result["empty"], result["apart"]) == ([], []), case["name"]
+        assert not mckpt.diff(case["source"], case["live"]), case["name"]
+        merged, only = f"{case['live']}-merged", Path(f"{case['live']}-only")
+        assert {".visual." in key for key in adapters.weights(only)} == {False, True}
+        assert not mckpt.diff(mckpt.open(case["source"], adapter=only), merged), case["name"]
 
 
 def test_megatron_core_loads_the_states_that_mckpt_writes(tiny_model, work) -> None:
