@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,19 +29,19 @@ from mckpt.adapters.peft import is_peft, open_adapter
 from mckpt.adapters.placing import into_model
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
+from mckpt.checkpoint.model import ModelDescription
 from mckpt.conversion.refusals import refuse_misfit
 from mckpt.errors import UsageError, counted, shown
 from mckpt.execute.files import OpenFiles
 from mckpt.execute.mover import naming
 from mckpt.execute.piecewise import MEMORY, read, within
 from mckpt.execute.threads import ThreadPool
-from mckpt.formats import carried, places
+from mckpt.formats import places
 from mckpt.formats.foreign import FACTOR
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import (
-    Described,
     RankParts,
     collected,
     has_adapters,
@@ -198,10 +199,7 @@ def _load(
     """Fills the weights, and the tensors of the optimizer's state if it is resumed."""
     adapter, broadcast, most = how.adapter, how.broadcast, how.max_memory
     optimizer = None if resumed is None else resumed.optimizer
-    # the towers of a whole model are packed by what config.json says
-    like = opened.files.described_by if carried.of(opened.layout) else None
-    described: Described = {} if like is None else {"like": like}
-    model = collected(memory, described, own=True, optimizer=optimizer)
+    model = _described(collected(memory, own=True, optimizer=optimizer), opened)
     if adapter is None and has_adapters(model):
         own = (w for w in memory.weights if FACTOR.search(w.name) and w.parameter)
         clock.seconds["adapter_kept"] = sum(math.prod(w.shape) for w in own)
@@ -236,6 +234,17 @@ def _load(
         views = [memory.view(p.at, p.dtype, p.sizes, p.strides) for p in (other, part)]
         views[0].copy_(views[1])
     clock.ends("share")
+
+
+def _described(model: Checkpoint, source: Checkpoint) -> Checkpoint:
+    """Returns the live model, which the config.json of the source describes if it is a whole
+    multimodal one: that says how the weights of its towers are packed.
+    """
+    like = source.files.described_by
+    if like is None or not any(".decoder." in key for key in list(model.opened.keys())):
+        return model
+    files = replace(model.files, options=model.files.options.with_(like=like))
+    return Checkpoint(files, ModelDescription(files))
 
 
 class _Clock:

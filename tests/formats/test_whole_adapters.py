@@ -67,11 +67,12 @@ def test_an_adapter_is_merged_into_every_form_of_a_base(
     good("adapter", "merge", base, files, tmp_path / "0")
     good("adapter", "merge", base, peft, tmp_path / "1")
     made = [tmp_path / "0", tmp_path / "1"]
-    for towers, *more in (
-        ("beside", "--tp", 2),
-        ("bridge", "--tp", 2, "--pp", STAGES.get(case, 2)),
-        *([("swift", "--format", "torch")] if case != "gemma3_vl" else []),
-    ):
+    bases: dict[str, tuple[Any, ...]] = {
+        "beside": ("--tp", 2),
+        "bridge": ("--tp", 2, "--pp", STAGES.get(case, 2)),
+        **({"swift": ("--format", "torch")} if case != "gemma3_vl" else {}),
+    }
+    for towers, more in bases.items():
         at, made = tmp_path / towers, [*made, tmp_path / f"{towers} hf", tmp_path / f"{towers} 2"]
         good("hf-to-megatron", base, at, "--towers", towers, *more)
         good("adapter", "merge", at, peft, made[-2], "--format", "hf")

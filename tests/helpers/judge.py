@@ -478,7 +478,7 @@ def live_case(case: Case) -> dict[str, Any]:
     if "resumes" in case:
         return live_cases.run_resumed(case, args)
     if "whole" in case:
-        return live_cases.run_whole(case, build.build(args, args.params_dtype))
+        return live_cases.run_whole(case, build.build(args, args.params_dtype), args)
     if "lora" in case:
         return live_cases.run_lora(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)

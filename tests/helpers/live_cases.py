@@ -117,10 +117,15 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def run_whole(case: dict[str, Any], chunks: list[Any]) -> dict[str, Any]:
+def run_whole(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     """Fills a whole multimodal model, and compares what it gives with `like`."""
     like, wrong = Path(case["like"]), dict[str, list[str]]()
     wanted = read(like)
+    load.mark(chunks)
+    live.load(chunks, like)  # the text model alone, whose source has towers too
+    text = {name: weight.clone() for name, weight in load.weights(chunks)}
+    load.load(chunks, args, case["checkpoint"])
+    wrong["text"] = changed(chunks, text)
     models = [whole_model(chunk, wanted) for chunk in chunks]
     for number, (source, options) in enumerate(case["loads"]):
         for _, weight in load.weights(models):
@@ -144,7 +149,7 @@ def whole_model(chunk: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """
     from megatron.core.transformer.module import MegatronModule
 
-    class Whole(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    class Whole(MegatronModule):
         def __init__(self) -> None:
             super().__init__(chunk.config)
             self.language_model = chunk

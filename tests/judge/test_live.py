@@ -150,7 +150,7 @@ def test_a_whole_model_gets_and_gives_its_towers(
     loads = (source, {}), (beside, {"broadcast": True}), (whole, {})
     result = live(source, work, size, *loads, like=source, whole=work / f"saved-{name}")
     assert not any(result["wrong"].values()), result["wrong"]
-    assert len(result["wrong"]) == 7
+    assert len(result["wrong"]) == 8
     assert "norm_eps (layernorm_epsilon, norm_epsilon)" in result["refused"]
 
 
