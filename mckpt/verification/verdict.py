@@ -119,7 +119,9 @@ class Verdict:
                 " text models get the features that the tower of transformers makes of it"
             )
             if (towers := image.get("towers_equal")) is not None:
-                out.append(f"towers: {towers:,} tensors equal")
+                out.append(
+                    f"towers: {towers:,} tensors equal, of those that Megatron's text model lacks"
+                )
         if training := facts.get("training"):
             out.append(
                 f"{len(training['losses'][0])} steps at two layouts: losses"

@@ -56,7 +56,9 @@ def expect_pass(found: mckpt.Verdict, source: Path, places: int) -> None:
     seen = found.facts["image"]
     assert (seen["places"], seen["judged"]) == (places, seen["positions"])
     keys = load_file(source / "model.safetensors").keys()
-    assert seen["towers_equal"] == sum(not key.startswith(TEXT_KEYS) for key in keys) > 20
+    # Megatron's model has no place for the indexers of MiniMax-M3
+    apart = [key for key in keys if not key.startswith(TEXT_KEYS) or ".index_" in key]
+    assert seen["towers_equal"] == len(apart) > 20
 
 
 # A case; how it is converted; the sizes of the run; places of the image: 6 x 10 where the model
@@ -72,13 +74,13 @@ MODELS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
     ("qwen3_vl", {"towers": "swift", "format": "torch", "parallel": Parallel(tp=2)}, {}, 60),
     ("qwen3_vl_moe", {"towers": "bridge"}, {"tp": 2, "ep": 2}, 60),
     ("qwen3_5_vl", {"towers": "bridge"}, {"pp": 2}, 60),
-    ("qwen3_5_moe_vl", {}, {}, 60),
     ("glm4v_moe", {"towers": "swift"}, {"pp": 2}, 60),
     ("mistral3", {}, {"tp": 2}, 60),
     ("llava", {}, {}, 16),
-    ("internvl", {}, {}, 4),
 ]
 FURTHER = {
+    "qwen3_5_moe_vl": 60,
+    "internvl": 4,
     "qwen2_5_omni_thinker": 60,
     "qwen3_omni_thinker": 60,
     "minimax_m3": 60,
@@ -159,7 +161,7 @@ def test_a_cast_text_model_keeps_its_tower(tiny_model: TinyModel, tmp_path: Path
     page = (tmp_path / "page.html").read_text()
     assert all(f"<th>{name}</th>" in page for name in names) and "60 of 94" in page
     lines = mckpt.Verdict("pass", [], said.json).lines()
-    assert "towers: 45 tensors equal" in lines
+    assert any(line.startswith("towers: 45 tensors equal") for line in lines)
     assert any(line.startswith("logits bfloat16, image: rms") for line in lines), lines
 
 
@@ -341,12 +343,22 @@ def test_a_text_model_has_no_image(src: Path, dist_dir: Path) -> None:
     commands.refused(2, "--level bytes runs no model", args=bytes_only)
 
 
-def test_an_image_that_cannot_be_drawn_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The config of Kimi-K2.5's tower has no spatial_merge_size."""
-    source = tiny_model("kimi_k25", "float32")
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("llava", "no token of an image below 211"),
+        pytest.param("kimi_k25", "no attribute 'spatial_merge_size'", marks=pytest.mark.slow),
+    ],
+)
+def test_an_image_that_cannot_be_drawn_is_refused(
+    case: str, why: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_model(case, "float32"), tmp_path / "hf")
+    if case == "llava":  # a token that the text model does not have
+        commands.edit_json(source / "config.json", lambda c: c.update(image_token_index=211))
     mckpt.plan(source, tmp_path / "megatron").run()
     quick = ("--device", "cpu", "--sequences", "1", "--length", "64", "--image")
-    words = ("no image that can be drawn", "spatial_merge_size", "leave --image out")
+    words = ("no image that can be drawn", why, "leave --image out")
     commands.refused(4, *words, args=("verify", source, tmp_path / "megatron", *quick))
 
 
