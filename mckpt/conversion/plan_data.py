@@ -443,7 +443,9 @@ class PlanData:
         lines += [f"{filled}: {p['padding_bytes']:,} bytes of zeros"] * bool(p["padding_bytes"])
         if unchanged := p["carried"]:
             tensors = counted(unchanged["tensors"], "tensor")
-            lines.append(f"carried unchanged: {tensors}, {unchanged['bytes']:,} bytes")
+            merged = bool(adapter) and "layout" not in adapter  # it may change towers
+            how = "carried" + " unchanged" * (not merged)
+            lines.append(f"{how}: {tensors}, {unchanged['bytes']:,} bytes")
         if state := p["optimizer"]:
             lines += _optimizer_lines(state, self.destination.rank0)
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]

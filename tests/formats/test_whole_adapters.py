@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.formats.test_whole_models import by_head, config
-from tests.helpers import adapters
+from tests.helpers import adapters, tiny
 from tests.helpers.bridge_facts import tensors
 from tests.helpers.commands import good, refused
 from tests.helpers.lora import same
@@ -147,6 +147,31 @@ def test_weights_with_an_adapter_beside_them(
         found = adapters.weights(tmp_path / f"{path.name} hf")
         assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
         assert same(tmp_path / f"{path.name} peft", peft)
+
+
+def test_an_adapter_of_a_tower_whose_files_have_a_part_more(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The published files of Gemma 3 have `vision_model` in their names, and transformers 5 has
+    not.
+    """
+    base, changed = tiny_model("gemma3_vl"), tmp_path / "base"
+    _, peft = write("gemma3_vl", base, tmp_path, *TOWERS["gemma3_vl"])
+    shutil.copytree(base, changed)
+    more = "vision_tower.vision_model."
+    published = {
+        key.replace("vision_tower.", more): array for key, array in adapters.weights(base).items()
+    }
+    tiny.write_safetensors(changed / "model.safetensors", published)
+    options = ("--towers", "bridge", "--layout", "fused")
+    good("adapter", "to-megatron", peft, changed, tmp_path / "a", *options)
+    good("adapter", "to-hf", tmp_path / "a", tmp_path / "back")
+    assert same(tmp_path / "back", peft)
+    good("adapter", "merge", base, peft, tmp_path / "0")
+    good("adapter", "merge", changed, peft, tmp_path / "1")
+    wanted = adapters.weights(tmp_path / "0")
+    for key, array in adapters.weights(tmp_path / "1").items():
+        assert np.array_equal(array, wanted[key.replace(more, "vision_tower.")]), key
 
 
 def test_the_factors_are_those_of_numpy(tiny_model: TinyModel, tmp_path: Path) -> None:
