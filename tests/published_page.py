@@ -75,14 +75,19 @@ def trained_by(family: mapping.MappingFile, needed: list[str]) -> str:
     return ", ".join(dict.fromkeys([*(plain or ["Megatron-LM"]), *others]))
 
 
-def judged_by(family: mapping.MappingFile, rows: list[Row]) -> str:
-    """Returns the judges of a family's text model, and of its tiny whole models."""
+def judged_by(family: mapping.MappingFile, rows: list[Row], scaled: bool) -> str:
+    """Returns the judges of a family's text model, and of its tiny whole models.
+
+    scaled: whether the positions of the model are scaled, as those of Ministral 3. Megatron-Bridge
+    takes Mistral-Small-3.1, of the same family, for one and does not build it.
+    """
     found = [strongest(rows)] if rows else []
     for trainer, cases in made_models.WHOLE.items():
         kinds = {
             kind
             for case, kind in cases.items()
             if made_models.config(case)["architectures"][0] in family.architectures
+            and bool(family.read(made_models.config(case)).get("position_scale")) == scaled
         }
         image = ", image" * (made_models.IMAGE in kinds)
         found += [f"whole: {TRAINERS[trainer]}{image}"] if kinds else []
@@ -112,7 +117,7 @@ def page() -> str:
         more = (
             whole(family, config),
             trained_by(family, needed),
-            judged_by(family, judged[family.name]),
+            judged_by(family, judged[family.name], bool(dims.get("position_scale"))),
         )
         shape = facts["parameters"] or "-", *sizes
         rows.append([name, repositories, family.name, *shape, *needed, *more])

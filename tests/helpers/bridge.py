@@ -50,6 +50,7 @@ def prepare() -> None:
     without_kernels()
     published_configs()
     sizes_of_two_kinds_of_layers()
+    part_of_heads_with_rope()
 
 
 def run(cases: list[dict[str, Any]], out: Path) -> int:
@@ -192,6 +193,22 @@ def sizes_of_two_kinds_of_layers() -> None:
         Gemma4TextConfig.__post_init__ = with_keys
 
 
+def part_of_heads_with_rope() -> None:
+    """Lets Megatron-Bridge read partial_rotary_factor of GLM-4.5V where transformers 5.23 does not
+    have it: beside rope_parameters.
+    """
+    from transformers import Glm4vMoeTextConfig
+
+    made = Glm4vMoeTextConfig.__post_init__
+
+    def with_part(self: Any, **more: Any) -> None:
+        made(self, **more)
+        self.partial_rotary_factor = self.rope_parameters["partial_rotary_factor"]
+
+    if not hasattr(Glm4vMoeTextConfig, "partial_rotary_factor"):
+        Glm4vMoeTextConfig.__post_init__ = with_part
+
+
 def die_with(parent: int) -> None:
     """Ends this process when the process that started it has ended."""
     while True:
@@ -330,7 +347,10 @@ def noise(config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Ten
         size = vision.image_size
         more = {"pixel_values": torch.randn(1, 3, size, size, generator=drawn)}
         count = config.mm_tokens_per_image
-    edges = [[config.vision_start_token_id], [config.vision_end_token_id]] if grid else [[], []]
+    edges: list[list[int]] = [[], []]
+    if grid:
+        named = "vision" if hasattr(config, "vision_start_token_id") else "image"
+        edges = [[getattr(config, f"{named}_{end}_token_id")] for end in ("start", "end")]
     text = words[torch.randint(len(words), (2, 8), generator=drawn)].tolist()
     places = [config.image_token_id] * count
     tokens = torch.tensor([[*text[0], *edges[0], *places, *edges[1], *text[1]]])

@@ -57,12 +57,18 @@ SWIFT_MODELS = tuple(sorted(path.stem for path in OF_SWIFT.glob("*.json")))
 # delta net there, and has the image sizes of Gemma 3 fixed. mcore-bridge reads the experts of
 # Qwen3-VL-MoE in another orientation than transformers: only Megatron-Bridge judges that model.
 IMAGE, LOADED = "image", "loaded"
+SILENT = "silent"  # loaded; the trainer has the thinker alone, without what speaks
 WHOLE = {
     "bridge": {
-        **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), IMAGE),
+        **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), IMAGE),
         **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl", "gemma3_vl"), LOADED),
+        "ministral3_vl": LOADED,
     },
-    "swift": dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),
+    "swift": {
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),
+        **dict.fromkeys(("internvl", "internvl_moe", "llama4_vl"), LOADED),
+        **dict.fromkeys(("qwen2_5_omni", "qwen3_omni"), SILENT),
+    },
 }
 
 # case -> names that transformers writes and does not read -> the names of published files

@@ -137,10 +137,6 @@ FAILS: dict[str, tuple[str, str]] = {
     "deepseek-v3-plain": Q_NORM,
     "deepseek_v2_lite": Q_NORM,
     "glm4_moe": SHARED,
-    "glm4v_moe": (
-        rf"{SHARED[0]}|no attribute 'partial_rotary_factor'",
-        f"{SHARED[1]}; transformers 5.23 has no attribute that it reads",
-    ),
     "joyai": (r"model type `joyai_llm_flash`", "transformers has no config of this name"),
     "mistral3": (
         r"KeyError: 'llama_4_scaling_beta'",
