@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from mckpt.adapters.peft import (
     rules,
 )
 from mckpt.adapters.peft_writing import PEFT, AdaptedWeight, config, lay_out
-from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.args import Decided, args_of, bridge_files
@@ -199,15 +199,15 @@ def _kinds(source: AdapterCheckpoint, names: AdapterNames, asked: str | None) ->
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Held(Addition):
     """Factors that are read beside the weights of a checkpoint."""
 
-    path: Path
     held: Layout
-    facts: Facts
-    notes: list[str] = field(default_factory=list)
-    inputs: tuple[Checkpoint, ...] = ()
-    made_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    about: dict[str, Any]
+
+    @property
+    def facts(self) -> Facts:
+        return {"adapter": self.about}
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the weights and the factors."""
@@ -233,7 +233,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Adap
         weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
         kept = factors.kept(laid, kinds)
         held, layout = placing.placed(source, names, kept, chosen.members, chosen.equal)
-        moved = replace(decided.moved, merging=_Held(source.path, held, {"adapter": facts}))
+        moved = replace(decided.moved, merging=_Held(held, facts))
         stored, shapes = [*weights.stored, *layout.stored], {**weights.shapes, **layout.shapes}
         return moved, replace(laid, stored=stored, shapes=shapes)
 

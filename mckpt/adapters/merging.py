@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from mckpt.adapters.fitting import FactorProduct, Fit, Place, fit
 from mckpt.adapters.peft import PeftAdapter
-from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.errors import SourceError, UsageError, counted
 from mckpt.formats import carried
 from mckpt.formats.base import Names
@@ -38,12 +38,11 @@ Source = TypeVar("Source", bound=Checkpoint)
 
 
 @dataclass(frozen=True)
-class Merging:
+class Merging(Addition):
     """An adapter that is merged into the weights of a checkpoint while they are read."""
 
     adapter: PeftAdapter
     fitted: Fit
-    inputs: tuple[Checkpoint, ...] = ()
 
     @property
     def path(self) -> Path:

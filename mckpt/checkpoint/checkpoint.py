@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mckpt import mapping
 from mckpt.checkpoint import description, masters
@@ -30,33 +30,41 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Addition(Protocol):
-    """Something that is added to the weights of a checkpoint while they are read: an adapter, or
-    other checkpoints.
+class Addition:
+    """What changes a checkpoint while it is read: an adapter or other checkpoints that are added to
+    its weights, or edits, after which it is a model of other dims.
     """
+
+    # the checkpoints that are summed, the base among them; none for an adapter
+    inputs: Sequence[Checkpoint] = ()
 
     @property
     def path(self) -> Path:
         """Returns the directory of the adapter, or of the checkpoint."""
+        raise NotImplementedError
 
     @property
     def made_of(self) -> Mapping[str, Sequence[str]]:
-        """Returns the files of which a temporary file of the adapter was made, by its path."""
+        """Returns the files of which a temporary file was made, by its path."""
+        return {}
 
-    @property
-    def inputs(self) -> Sequence[Checkpoint]:
-        """Returns the checkpoints that are summed, the base among them; none for an adapter."""
+    def dims(self, dims: Dims) -> Dims:
+        """Returns the dims of the changed model."""
+        return dims
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with what is added to its pieces."""
+        raise NotImplementedError
 
     @property
     def facts(self) -> Facts:
         """Returns entries of the manifest."""
+        raise NotImplementedError
 
     @property
     def notes(self) -> list[str]:
         """Returns sentences on the values."""
+        return []
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,7 +79,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     model: ModelDescription
     borrows: bool = False  # takes tensors from the directory of --like; see `borrowing`
     has_states: bool = False  # the optimizer's states are among its tensors
-    merging: Addition | None = None  # what is added to its weights
+    merging: Addition | None = None  # what changes it while it is read
     allow_overflow: bool = False  # values that scales make infinite are read as they are
 
     @classmethod
@@ -156,7 +164,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the sizes and hyperparameters of the model. Raises MappingError if the sources
         that describe it disagree.
         """
-        return self.model.dims
+        dims = self.model.dims
+        return dims if self.merging is None else self.merging.dims(dims)
+
+    @property
+    def edited(self) -> list[str]:
+        """Returns the names of the dims that edits have changed."""
+        stored = self.model.dims if self.merging else {}
+        return [name for name, value in stored.items() if not mapping.equal(self.dims[name], value)]
 
     @property
     def parallel(self) -> Parallel:
@@ -192,7 +207,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 ignored = {k: why for k, why in layout.ignored.items() if k not in optimizer.keys}
                 layout = replace(layout, ignored=ignored)
             if self.files.options.no_mtp and self.is_megatron:
-                layout = _without_mtp(layout, self.dims["num_layers"])
+                layout = _without_mtp(layout, self.model.dims["num_layers"])
             layout = layout if self.carried is None else carried.joined(layout, self.carried)
             return layout if self.merging is None else self.merging.layout(layout)
         except (SourceError, CoverError) as e:
@@ -204,7 +219,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     + " --no-mtp leaves out the layers of multi-token prediction."
                     * ("mtp_layers" in dims)
                 )
-            if self.is_megatron and self.dims["mtp_layers"] and not self.model.stores_mtp:
+            if self.is_megatron and self.model.dims["mtp_layers"] and not self.model.stores_mtp:
                 error = error.with_hint(
                     "No layer of multi-token prediction is stored. If the training left these"
                     " layers out, give --no-mtp."

@@ -197,6 +197,9 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
         names.append("sequence_parallel")
     if source.files.options.no_mtp:
         names += decided.names.mapping.dims["mtp_layers"].keys
+    for name in source.edited:
+        spec = decided.names.mapping.dims.get(name)
+        names += spec.keys if spec else ()
     out = {name: written[name] for name in names if name in written}
     if source.left_behind():
         out.update(no_save_optim=not decided.optimizer, no_save_rng=True)

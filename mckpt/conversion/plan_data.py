@@ -165,7 +165,9 @@ def filled_notes(layout: Layout) -> list[str]:
     by_value: dict[float, list[str]] = {}
     for s in layout.filled():
         value = -s.pieces[0].offset or 0.0
-        by_value.setdefault(value, []).extend(s.key.format(layer=i) for i in s.layer.tolist())
+        places = zip(s.layer.tolist(), s.expert.tolist(), strict=True)
+        keys = (s.key.format(layer=layer, expert=expert) for layer, expert in places)
+        by_value.setdefault(value, []).extend(keys)
     return [
         f"{counted(len(keys), 'tensor')} that no layer computes with, such as {min(keys)}: not in"
         f" the source; each element is written as {value:g}"

@@ -152,14 +152,16 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         return chosen, None, note
     base = read_config(described)
     overruled, added = source.model.overruled, source.model.corrected(base)
+    edited = family.to_restate(base, source.dims, source.edited)
     by_set = {*overruled, *source.files.options.dims}
     mtp = "--no-mtp" if source.files.options.no_mtp else "the args"
-    corrected = list(dict.fromkeys([*overruled, *added]))
+    corrected = list(dict.fromkeys([*overruled, *added, *edited]))
     # without a path, because facts contain none
     note = "config.json is copied from the model's Hugging Face directory"
     if corrected:
         changes = [
-            f"{name} changed to {source.dims[name]!r} ({'--set' if name in by_set else mtp})"
+            f"{name} changed to {source.dims[name]!r}"
+            f" ({'an edit' if name in edited else '--set' if name in by_set else mtp})"
             for name in corrected
         ]
         note += f", with {', '.join(changes)}"

@@ -430,7 +430,8 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: TargetOptions)
             f"{source.path}: make_vocab_size_divisible_by is {divisor!r} in its args, and must be a"
             " positive number; give --make-vocab-size-divisible-by"
         )
-    whole = source.with_padding() if source.is_megatron else None
+    kept = source.is_megatron and "vocab_size" not in source.edited
+    whole = source.with_padding() if kept else None
     if whole is None:
         return _Vocabulary(source, padded_rows(source.dims, divisor, tp), divisor, [])
     rows = int(whole.dims["vocab_size"])
@@ -654,6 +655,8 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     wrong = [*source.model.overruled]
     if source.files.options.no_mtp:
         wrong += source.model.corrected(config)
+    if family is not None:
+        wrong += family.to_restate(config, source.dims, source.edited)
     if wrong and family is not None:
         config = family.restate(config, source.dims, wrong)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()

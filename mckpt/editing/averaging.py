@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats
-from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.checkpoint.logical import Reader
 from mckpt.editing import schedules
 from mckpt.errors import MappingError, SourceError, UsageError
@@ -36,7 +36,7 @@ Place = tuple[str, int, int]  # a template, layer and expert
 
 
 @dataclass(frozen=True)
-class Averaging:
+class Averaging(Addition):
     """The sum of several checkpoints, one of which is read as the base."""
 
     inputs: tuple[Checkpoint, ...]
@@ -47,10 +47,6 @@ class Averaging:
     @property
     def path(self) -> Path:
         return self.inputs[self.base].path
-
-    @property
-    def made_of(self) -> Mapping[str, Sequence[str]]:
-        return {}
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base, each piece of which is a term of a sum.

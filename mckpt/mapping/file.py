@@ -533,6 +533,24 @@ class MappingFile(Struct, frozen=True):
                 inner[last] = self.lookup(written, keys[0])
         return out
 
+    def to_restate(
+        self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
+    ) -> list[str]:
+        """Returns those of the `changed` dims that `restate` needs: whose keys the config has, and
+        those that would be others without it.
+        """
+        stated = [name for name in changed if self.keys_of(name, config)]
+        known = {"vocab_size": dims["vocab_size"]}
+        try:
+            again = self.read(self.restate(config, dims, stated), known)
+        except MappingError:
+            return list(changed)
+        return stated + [
+            name
+            for name in changed
+            if name not in stated and not equal(again.get(name), dims[name])
+        ]
+
     def stored(self, dims: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """Returns the facts about these dims that the tensors of a model show: each rule's key, its
         layers, its experts and its members' names and shapes.
