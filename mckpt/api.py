@@ -305,6 +305,31 @@ def merge(
     return _write(source, dst, averaging.weights_alone(source, target), options)
 
 
+@keywords(_Conversion)
+def edit(
+    src: Source,
+    dst: str | Path,
+    recipe: str | Path,
+    **options: Unpack[_Conversion],
+) -> dict[str, Any]:
+    """Writes a checkpoint with other layers, heads or vocabulary, and returns the content of
+    mckpt.json.
+
+    recipe: a YAML file with a list of edits (docs/surgery.md).
+
+    The other keywords are those of `convert`; the format is that of the source. The state of an
+    optimizer follows its weights. Raises UsageError, with the line, for a recipe that cannot be
+    done, and the errors of `convert`.
+    """
+    from mckpt.editing import edits, steps
+
+    plain = _opened(src)
+    source = edits.edited(plain, steps.read(Path(recipe), plain.dims["num_layers"]))
+    kept = formats.kept_or_default(source.format) if source.is_megatron else formats.HUGGING_FACE
+    target = _target(source, {**options, "format": options.get("format") or kept})
+    return _write(source, dst, target, options)
+
+
 @keywords(RunKeywords)
 def repair(
     src: Source,

@@ -23,7 +23,7 @@ from mckpt.errors import MckptError, Unreported, UsageError, counted
 # commands in which the processes of a launcher share the work
 SHARED = (
     *("hf-to-megatron", "megatron-to-hf", "reshard", "repair"),
-    *("merge", "adapter merge", "adapter to-megatron", "adapter to-hf", "adapter reshard"),
+    *("edit", "merge", "adapter merge", "adapter to-megatron", "adapter to-hf", "adapter reshard"),
 )
 EXAMPLE = (
     "a job is `steps:` with a list, and each step has `command:`, the arguments and the options of"

@@ -152,6 +152,8 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         return chosen, None, note
     base = read_config(described)
     overruled, added = source.model.overruled, source.model.corrected(base)
+    if source.edited:
+        base = family.followed(base, source.model.dims, source.dims)
     edited = family.to_restate(base, source.dims, source.edited)
     by_set = {*overruled, *source.files.options.dims}
     mtp = "--no-mtp" if source.files.options.no_mtp else "the args"

@@ -655,7 +655,8 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     wrong = [*source.model.overruled]
     if source.files.options.no_mtp:
         wrong += source.model.corrected(config)
-    if family is not None:
+    if family is not None and source.edited:
+        config = family.followed(config, source.model.dims, source.dims)
         wrong += family.to_restate(config, source.dims, source.edited)
     if wrong and family is not None:
         config = family.restate(config, source.dims, wrong)

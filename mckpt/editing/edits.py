@@ -334,8 +334,11 @@ class Editing(Addition):
         proved(base)  # each element of the source is there once, before the edits
         dims = self.source.dims
         for edit in self.edits:
-            base, dims = edit.layout(base, dims), edit.dims(dims)
-        return base
+            after = edit.dims(dims)
+            base, dims = edit.layout(base, dims), after
+        held = {p.tensor for s in base.stored for p in s.pieces}
+        shapes = {name: shape for name, shape in base.shapes.items() if name in held}
+        return replace(base, shapes=shapes)
 
     @property
     def contract(self) -> str:

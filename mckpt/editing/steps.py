@@ -1,9 +1,9 @@
-"""Recipes: lists of edits in YAML, as `mckpt edit --recipe` reads them.
+"""Reads recipes: lists of edits in YAML, as `mckpt edit --recipe` takes them.
 
-    - layers: {drop: 20-23}          keep, drop, order or silent_after, each a list of ranges
-    - untie
-    - kv_heads: {times: 2}
-    - vocab: {size: 151936, init: mean}
+- layers: {drop: 20-23}          keep, drop, order or silent_after, each a list of ranges
+- untie
+- kv_heads: {times: 2}
+- vocab: {size: 151936, init: mean}
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from mckpt.editing.edits import Edit, Layers, RepeatHeads, Untie, Vocabulary
 from mckpt.errors import UsageError
-from mckpt.mapping.nodes import Node, parse_text
+from mckpt.mapping.nodes import Node, load
 
 
 def read(path: Path, num_layers: int) -> list[Edit]:
@@ -23,9 +23,9 @@ def read(path: Path, num_layers: int) -> list[Edit]:
     Raises UsageError, with the line, for anything that is not an edit.
     """
     try:
-        steps = parse_text(path.read_text(), str(path))
-    except OSError as e:
-        raise UsageError(f"{path}: {e.strerror}") from None
+        steps = load(path.read_text(), path.name)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
     if not isinstance(steps, list) or not steps:
         raise UsageError(f"{path}: a recipe is a list of edits, such as `- untie`")
     found: list[Edit] = []

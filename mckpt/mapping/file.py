@@ -526,11 +526,28 @@ class MappingFile(Struct, frozen=True):
         for name in changed:
             keys = self.dims[name].keys if name in self.dims else ()
             for path in list(self.keys_of(name, config)) or list(keys[:1]):
-                *outer, last = path.removeprefix(OUTER).split(".")
-                inner: Any = out if path.startswith(OUTER) else part(out, self.inside)
-                for step in outer:
-                    inner = inner.setdefault(step, {})
-                inner[last] = self.lookup(written, keys[0])
+                self._set(out, path, self.lookup(written, keys[0]))
+        return out
+
+    def _set(self, config: dict[str, Any], path: str, value: Any) -> None:
+        *outer, last = path.removeprefix(OUTER).split(".")
+        inner: Any = config if path.startswith(OUTER) else part(config, self.inside)
+        for step in outer:
+            inner = inner.setdefault(step, {})
+        inner[last] = value
+
+    def followed(
+        self, config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns a copy of the config of a model that an edit has changed, in which those of its
+        keys that no dim has, such as `layer_types` in some families, are for the new dims.
+        """
+        out: dict[str, Any] = copy.deepcopy(dict(config))
+        old, new = self.write(before), self.write(after)
+        for key in self.also:
+            value = self.lookup(new, key)
+            if self.lookup(config, key) is not None and value != self.lookup(old, key):
+                self._set(out, key, value)
         return out
 
     def to_restate(

@@ -1,0 +1,47 @@
+"""`mckpt edit`: a checkpoint of another shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mckpt.cli import convert, shared
+from mckpt.cli.options import FILE, command
+
+
+@command()
+@shared.source_argument
+@shared.destination_argument
+@shared.conversion_option(
+    "--recipe", type=FILE, required=True, help="A YAML file with a list of edits (docs/surgery.md)."
+)
+@shared.layout_options("target-", otherwise="1 from Hugging Face, else the source's")
+@shared.conversion_option(
+    "--format",
+    "target_format",
+    type=shared.WRITTEN_FORMATS,
+    help="Format of the target. Without it, the source's, or torch_dist if sizes are given.",
+)
+@shared.hf_target_options
+@shared.dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
+@shared.of_target("no_optimizer")
+@shared.megatron_source_options
+@shared.megatron_target_options
+@shared.family_options
+@shared.of_target("target_iteration")
+@shared.conversion_options
+def edit(src: Path, dst: Path, recipe: Path, target_format: str | None, **options: Any) -> None:
+    """Write a checkpoint with other layers, heads or vocabulary.
+
+    The recipe lists the edits. Each element of the result is a copy of an element of SRC or a new
+    value; the plan proves it, and lists what is left out. The state of an optimizer follows its
+    weights.
+    """
+    from mckpt.conversion import planning
+    from mckpt.editing import edits, steps
+
+    plain = shared.open_source(src, options)
+    source = edits.edited(plain, steps.read(recipe, plain.dims["num_layers"]))
+    target = shared.target_like(source, options, target_format)
+    if outcome := convert.carry_out(source, dst, target, options, planning.form_of_weights):
+        outcome.show(options["as_json"])

@@ -1,0 +1,220 @@
+"""Edits of checkpoints: each element beside numpy, and the logits beside those of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import mckpt
+from mckpt.errors import MckptError
+from mckpt.geometry.parallel import Parallel
+from tests.helpers import made_models, tiny
+from tests.helpers.commands import good, refused
+
+Tensors = dict[str, np.ndarray]
+LAYER = re.compile(r"((?:model|backbone)\.layers\.)(\d+)(\..*)")
+OUTPUTS = re.compile(r".*(o_proj|down_proj|out_proj|c_proj)(\.weight|\.bias|)")
+
+
+def with_layers(source: Tensors, order: list[tuple[int, bool]], count: int) -> Tensors:
+    """Returns the tensors with these layers: the number of the old one, and whether it is silent.
+    Layers behind the decoder's are of multi-token prediction.
+    """
+    out: Tensors = {}
+    for name, tensor in source.items():
+        found = LAYER.fullmatch(name)
+        if found is None:
+            out[name] = tensor
+            continue
+        start, number, rest = found[1], int(found[2]), found[3]
+        if number >= count:
+            out[f"{start}{number - count + len(order)}{rest}"] = tensor
+        for new, (old, silent) in enumerate(order):
+            if old == number:
+                zero = silent and OUTPUTS.fullmatch(rest)
+                out[f"{start}{new}{rest}"] = np.zeros_like(tensor) if zero else tensor
+    return out
+
+
+def with_heads(source: Tensors, times: int, width: int) -> Tensors:
+    """Returns the tensors with each head of keys and values several times."""
+    out = dict(source)
+    for name, tensor in source.items():
+        if re.search(r"self_attn\.[kv]_proj\.(weight|bias)$", name):
+            heads = tensor.reshape(-1, width, *tensor.shape[1:])
+            out[name] = np.repeat(heads, times, axis=0).reshape(-1, *tensor.shape[1:])
+    return out
+
+
+def with_rows(source: Tensors, size: int, row: Callable[[np.ndarray], np.ndarray]) -> Tensors:
+    """Returns the tensors with `size` rows of the vocabulary; row: makes a new one."""
+    out = dict(source)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in out:
+            new = [row(out[name].astype("f8")).astype("f4").astype(out[name].dtype)]
+            out[name] = np.concatenate([out[name], *[[r] for r in new * size]])[:size]
+    return out
+
+
+def made(case: str, directory: Path) -> Path:
+    """Returns a tiny model in bfloat16, whose weights an offset of a norm does not round."""
+    if case in tiny.CASES:
+        return tiny.tiny_random(case, directory / case, "bfloat16")
+    made_models.make([case], directory)
+    return directory / case
+
+
+def written(recipe: str, directory: Path) -> Path:
+    path = directory / "recipe.yaml"
+    path.write_text(recipe)
+    return path
+
+
+def same(found: Path, expected: Tensors) -> None:
+    stored: Tensors = {}
+    for file in found.glob("*.safetensors"):
+        stored |= load_file(file)
+    assert stored.keys() == expected.keys(), sorted(stored.keys() ^ expected.keys())[:4]
+    for name, tensor in expected.items():
+        assert stored[name].tobytes() == np.ascontiguousarray(tensor).tobytes(), name
+
+
+# dense and tied, experts, latent attention with multi-token prediction, a hybrid, gated delta nets
+CASES = ("qwen3-tied", "qwen3-moe", "deepseek-v3", "bamba", "qwen3_next")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_are_kept_repeated_and_silenced(case: str, tmp_path: Path) -> None:
+    source = made(case, tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    count = mckpt.open(source).dims["num_layers"]
+    dist = tmp_path / "dist"
+    experts = bool(mckpt.open(source).dims["num_experts"])
+    mckpt.convert(source, dist, parallel=Parallel(tp=2, ep=2 if experts else 1, etp=1))
+    every = list(range(count))
+    cases = {
+        f"drop: {count - 1}": [(n, False) for n in every[:-1]],
+        "keep: [0, 1]": [(0, False), (1, False)],
+        f"order: [0-{count - 1}, 1-1]": [*((n, False) for n in every), (1, False)],
+        "silent_after: [0, 1]": [
+            *((0, False), (0, True), (1, False), (1, True)),
+            *((n, False) for n in every[2:]),
+        ],
+    }
+    for number, (what, order) in enumerate(cases.items()):
+        recipe = written(f"- layers: {{{what}}}\n", tmp_path)
+        expected = with_layers(tensors, order, count)
+        out, megatron = tmp_path / f"hf{number}", tmp_path / f"megatron{number}"
+        good("edit", source, out, "--recipe", recipe)
+        same(out, expected)
+        good("edit", dist, megatron, "--recipe", recipe, "--tp", 1)
+        assert not mckpt.diff(out, megatron)
+        described = mckpt.open(megatron)
+        assert described.dims["num_layers"] == len(order)
+        assert mckpt.check(megatron).verdict == "sound"
+        text = json.loads((out / "config.json").read_text())
+        assert text["num_hidden_layers"] == len(order)
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "qwen3-moe"])
+def test_heads_rows_and_the_output_layer(case: str, tmp_path: Path) -> None:
+    source = made(case, tmp_path)
+    tensors, dims = load_file(source / "model.safetensors"), mckpt.open(source).dims
+    dist = tmp_path / "dist"
+    mckpt.convert(source, dist, format="torch", tp=2, pp=2)
+    size = dims["vocab_size"]
+    cases: dict[str, Callable[[Tensors], Tensors]] = {
+        "- kv_heads: {times: 2}": lambda t: with_heads(t, 2, dims["head_dim"]),
+        f"- vocab: {{size: {size + 40}}}": lambda t: with_rows(t, size + 40, lambda e: e.mean(0)),
+        f"- vocab: {{size: {size + 9}, init: 5}}": lambda t: with_rows(t, size + 9, lambda e: e[5]),
+        f"- vocab: {{size: {size + 1}, init: zero}}": lambda t: with_rows(
+            t, size + 1, lambda e: np.zeros_like(e[0])
+        ),
+        f"- vocab: {{size: {size - 30}}}": lambda t: with_rows(t, size - 30, lambda e: e[0]),
+    }
+    if dims["tied"]:
+        cases["- untie"] = lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"]}
+    for number, (text, expected) in enumerate(cases.items()):
+        recipe = written(text + "\n", tmp_path)
+        out, megatron = tmp_path / f"hf{number}", tmp_path / f"megatron{number}"
+        good("edit", source, out, "--recipe", recipe)
+        same(out, expected(tensors))
+        good("edit", dist, megatron, "--recipe", recipe, "--tp", 4, "--pp", 1)
+        assert not mckpt.diff(out, megatron), text
+
+
+def test_exact_edits_keep_the_logits_of_transformers(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = made("qwen3-tied", tmp_path)
+    edits = "- layers: {silent_after: [0, 3]}\n- untie\n- kv_heads: {times: 2}\n"
+    out = tmp_path / "out"
+    said = good("edit", source, out, "--recipe", written(edits, tmp_path))
+    assert said.err.count("edited, exact") == 3
+    tokens = torch.arange(40)[None] % 190
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(tokens).logits
+            for path in (source, out)
+        )
+    assert before.equal(after)  # to the last bit
+
+
+def test_several_edits_follow_each_other_and_continue(tmp_path: Path) -> None:
+    source = made("qwen3-tied", tmp_path)
+    tensors, dims = load_file(source / "model.safetensors"), mckpt.open(source).dims
+    size = dims["vocab_size"] + 3
+    text = f"- vocab: {{size: {size}}}\n- untie\n- layers: {{drop: [0, 2]}}\n"
+    recipe, out = written(text, tmp_path), tmp_path / "out"
+    mckpt.edit(source, out, recipe)
+    rows = with_rows(tensors, size, lambda e: e.mean(0))
+    head = {"lm_head.weight": rows["model.embed_tokens.weight"]}
+    order = [(n, False) for n in range(dims["num_layers"]) if n not in (0, 2)]
+    same(out, with_layers({**rows, **head}, order, dims["num_layers"]))
+    assert "already" in good("edit", source, out, "--recipe", recipe).out  # the same command again
+    config = json.loads((out / "config.json").read_text())
+    assert (config["vocab_size"], config["tie_word_embeddings"]) == (size, False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("- layers: {drop: 9}", "recipe.yaml:1: layers"),
+        ("- layers: {keep: 0, drop: 1}", "give one of keep"),
+        ("- layers: {shuffle: 1}", "'shuffle' is not one of"),
+        ("- layers: {drop: x}", "recipe.yaml:1"),
+        ("- untie\n- grow: {}", "recipe.yaml:2: 'grow' is not an edit"),
+        ("- untie: {now: 1}", "has no parameters"),
+        ("- kv_heads: {times: 3}", "do not divide"),
+        ("- kv_heads: {}", "wants times"),
+        ("- vocab: {init: mean}", "size is missing"),
+        ("- vocab: {size: 500, init: guess}", "init is mean, zero"),
+        ("- vocab: {size: 500, init: 1000}", "has the rows 0 to"),
+        ("[", "recipe.yaml"),
+        ("untie: 1", "a recipe is a list"),
+        ("- untie\n- untie", "has an output layer of its own"),
+    ],
+)
+def test_a_recipe_that_cannot_be_done_names_the_line(
+    recipe: str, words: str, tmp_path: Path
+) -> None:
+    source, out = made("qwen3-tied", tmp_path), tmp_path / "out"
+    refused(2, words, args=("edit", source, out, "--recipe", written(recipe, tmp_path)))
+    assert not out.exists()
+
+
+def test_models_that_an_edit_does_not_know_are_refused(tmp_path: Path) -> None:
+    latent = made("deepseek-v3", tmp_path)
+    for recipe, words in (
+        ("- kv_heads: {times: 2}", "without such heads in each layer"),
+        ("- untie", "has an output layer of its own"),
+    ):
+        with pytest.raises(MckptError, match=words):
+            mckpt.edit(latent, tmp_path / "out", written(recipe, tmp_path))
