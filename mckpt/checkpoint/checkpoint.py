@@ -35,8 +35,10 @@ class Addition:
     its weights, or edits, after which it is a model of other dims.
     """
 
-    # the checkpoints that are summed, the base among them; none for an adapter
-    inputs: Sequence[Checkpoint] = ()
+    @property
+    def summands(self) -> Sequence[Checkpoint]:
+        """Returns the checkpoints that are summed, the base among them; none for an adapter."""
+        return ()
 
     @property
     def path(self) -> Path:

@@ -357,8 +357,8 @@ def dropped(source: Checkpoint, check_replicas: bool) -> list[str]:
     """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
     one tensor differ; those of a Megatron source are compared only if `check_replicas`.
     """
-    if source.merging and (inputs := source.merging.inputs):
-        return [text for one in inputs for text in dropped(one, check_replicas)]
+    if source.merging and (summands := source.merging.summands):
+        return [text for one in summands for text in dropped(one, check_replicas)]
     look = check_replicas or not source.is_megatron
     if look and (apart := source.reader.check_replicas()):
         tied = not source.is_megatron and source.dims["tied"]

@@ -45,6 +45,10 @@ class Averaging(Addition):
     masters: bool = False  # the fp32 master copies are summed, and not the weights
 
     @property
+    def summands(self) -> tuple[Checkpoint, ...]:
+        return self.inputs
+
+    @property
     def path(self) -> Path:
         return self.inputs[self.base].path
 

@@ -1,7 +1,8 @@
-"""Averages of the fp32 master copies that the real megatron-core saved, in several formats."""
+"""Averages and edits of checkpoints with the optimizer that the real megatron-core saved."""
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,17 +26,24 @@ RUNS = (
 )
 
 
-def test_each_weight_is_the_rounded_average_of_the_master_copies(tmp_path: Path) -> None:
-    import torch
-
-    hf = tiny.tiny_random("qwen3-moe", tmp_path / "hf", "bfloat16")
-    mckpt.convert(hf, tmp_path / "start")
-    runs = []
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of 1, 2 and 3 steps from the same weights."""
+    work = tmp_path_factory.mktemp("runs")
+    hf = tiny.tiny_random("qwen3-moe", work / "hf", "bfloat16")
+    mckpt.convert(hf, work / "start")
     for steps, form, sizes in RUNS:
         more = optimizer_samples.FORMS[form]
-        case = optimizer_samples.case(f"of-{steps}", tmp_path / "start", tmp_path, sizes, more)
+        case = optimizer_samples.case(f"of-{steps}", work / "start", work, sizes, more)
         ask(**{**case, "steps": steps})
-        runs.append(tmp_path / case["name"])
+    return [work / f"of-{steps}" for steps, _, _ in RUNS]
+
+
+def test_each_weight_is_the_rounded_average_of_the_master_copies(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    import torch
+
     coefficients = [0.25, 0.25, 0.5]
     mckpt.merge(runs, tmp_path / "out", weights=coefficients, summed="masters", tp=2, pp=2)
     mckpt.merge(runs, tmp_path / "rounded", weights=coefficients)
@@ -57,3 +65,27 @@ def test_each_weight_is_the_rounded_average_of_the_master_copies(tmp_path: Path)
     assert apart > 20  # the average of rounded weights is another one
     assert mckpt.open(tmp_path / "out").files.manifest["average"]["of"] == "masters"
     assert mckpt.check(tmp_path / "out").verdict == "sound"
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_the_optimizers_state_follows_edited_layers(
+    number: int, runs: list[Path], tmp_path: Path
+) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text("- layers: {order: [0, 2, 2, 3]}\n- layers: {silent_after: 3}\n")
+    mckpt.edit(runs[number], out, recipe, format="torch_dist", tp=2, pp=1, ep=2, etp=1)
+    before, after = (mckpt.open(path).with_optimizer() for path in (runs[number], out))
+    old_of, seen = [0, 2, 2, 3, 3], set[str]()
+    for name in after:
+        found = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        silent = found is not None and found[1] == "4"
+        old = f"layers.{old_of[int(found[1])]}.{found[2]}" if found else name
+        values, wanted = after[name][:].numpy(), before[old][:].numpy()
+        output = re.search(r"\.(attn\.o|experts\.\d+\.down)\.weight", name)
+        moment = "@" in name and not name.endswith("@master")
+        if silent and (output or moment):
+            wanted = np.zeros_like(wanted)
+        assert values.tobytes() == wanted.tobytes(), name
+        seen.add(name.partition("@")[2])
+    assert seen >= {"", "exp_avg", "exp_avg_sq"}
+    assert mckpt.check(out).verdict == "sound"
