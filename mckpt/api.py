@@ -300,8 +300,7 @@ def merge(
     inputs = [_opened(source) for source in sources]
     found = averaging.coefficients(stated, len(inputs))
     source = averaging.average(inputs, found, base, summed == "masters")
-    kept = formats.kept_or_default(source.format) if source.is_megatron else formats.HUGGING_FACE
-    target = _target(source, {**options, "format": options.get("format") or kept})
+    target = _target(source, {**options, "format": options.get("format") or _kept(source, options)})
     return _write(source, dst, averaging.weights_alone(source, target), options)
 
 
@@ -325,8 +324,7 @@ def edit(
 
     plain = _opened(src)
     source = edits.edited(plain, steps.read(Path(recipe), plain.dims["num_layers"]))
-    kept = formats.kept_or_default(source.format) if source.is_megatron else formats.HUGGING_FACE
-    target = _target(source, {**options, "format": options.get("format") or kept})
+    target = _target(source, {**options, "format": options.get("format") or _kept(source, options)})
     return _write(source, dst, target, options)
 
 
@@ -518,6 +516,14 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
         TargetOptions(parallel=parallel)  # raises the error for another type
     parallel = (parallel or source.parallel).with_(**sizes)
     return TargetOptions.of(given, format=format, parallel=parallel)
+
+
+def _kept(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> str:
+    """Returns the format of a result that is like its source, unless sizes are given."""
+    sized = any(options.get(name) for name in (*SIZES, "parallel"))
+    if source.is_megatron or sized:
+        return formats.kept_or_default(source.format)
+    return formats.HUGGING_FACE
 
 
 def _write(

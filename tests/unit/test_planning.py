@@ -277,7 +277,7 @@ def test_copies_are_in_reading_order_and_have_names() -> None:
 
 def test_casts_are_listed() -> None:
     joined = join(plain("bfloat16").layout(), fused(2, "float32").layout())
-    assert joined.casts == (("bfloat16", "float32", 0.0, False),)
+    assert joined.casts == (("bfloat16", "float32", 0.0, ""),)
     assert set(joined.copies["cast"].tolist()) == {0}
     row = joined.copies[0]
     assert (row["src_step"], row["dst_step"]) == (2, 4)
