@@ -133,6 +133,23 @@ def test_layers_that_lack_a_tensor_are_not_stacked(tiny_model: TinyModel, tmp_pa
         mckpt.plan(changed, tmp_path / "a", towers="bridge")
 
 
+# case -> the keys of ms-swift for the towers; its program needs Python that is published beside
+# the weights, so these are the names in its source (mcore_bridge/model/mm_gpts)
+OF_SWIFT = {
+    "internvl_chat": {"visual.vision_model.embeddings.class", "visual.mlp1.0.weight"},
+    "ovis2_5": {"visual.visual_tokenizer.head.1.weight", "visual.vte.weight"},
+}
+
+
+@pytest.mark.parametrize("case", OF_SWIFT)
+def test_the_names_of_ms_swift(case: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    source, out = tiny_model(case), tmp_path / "out"
+    mckpt.plan(source, out, towers="swift", parallel=Parallel(tp=2)).run()
+    assert {k for k in tensors(out) if not k.startswith("language_model.")} == OF_SWIFT[case]
+    mckpt.plan(out, tmp_path / "hf", format="hf").run()
+    assert not mckpt.diff(source, tmp_path / "hf")
+
+
 @pytest.mark.parametrize(
     ("case", "towers", "words"),
     [
