@@ -6,7 +6,7 @@ are somewhere else: each rank is one file (`memory`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -271,8 +271,9 @@ def collected(
         found, problems = memory.parts()
         if problems:
             raise SourceError.of("the model has weights that cannot be described:", problems)
-        factors = [part for part in found if _is_factor(part.key)]
-        found = [part for part in found if not _is_factor(part.key)]
+        keys = {part.key for part in found}
+        factors = [part for part in found if _is_factor(part.key, keys)]
+        found = [part for part in found if not _is_factor(part.key, keys)]
         alphas = memory.alphas()
         if optimizer is None:
             return found, factors, alphas, memory.nbytes, None
@@ -309,19 +310,22 @@ def collected(
     return Checkpoint(files, ModelDescription(files))
 
 
-def _is_factor(key: str) -> bool:
+def _is_factor(key: str, keys: Collection[str]) -> bool:
     """Returns whether a key is that of a factor of an adapter. Raises UsageError for another tensor
     of an adapter.
+
+    keys: of all tensors of the rank. A linear of a tower has both factors in its own module.
     """
-    if FACTOR.search(key):
-        return True
-    if ".adapter." in key:
+    if ".adapter." not in key:
+        ends = ".linear_in.weight", ".linear_out.weight"
+        return key.endswith(ends) and all(key.rpartition(".linear_")[0] + e in keys for e in ends)
+    if not FACTOR.search(key):
         raise UsageError(
             f"{key}: belongs to an adapter of a kind that mckpt does not know. It knows LoRA,"
             " CanonicalLoRA and DoRA of Megatron-Bridge, whose tensors are linear_in.weight,"
             " linear_out.weight and weight_magnitude"
         )
-    return False
+    return True
 
 
 def _alpha(every: Sequence[Mapping[Any, str]]) -> float:
