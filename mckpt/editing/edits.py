@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import json
 import re
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ from typing import Protocol
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import UsageError, counted
+from mckpt.formats.hf_config import FAST_TOKENIZER
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.geometry.join import proved
@@ -182,7 +184,8 @@ class RepeatHeads:
 
     def dims(self, dims: Dims) -> Dims:
         groups = dims["num_query_groups"] * self.times
-        if dims["mla"] or any(dims["linear_layers"]) or dims["kv_sharing_layers"]:
+        others = ("mla", "kv_sharing_layers", "full_qk_norm", "encoder_layers")
+        if any(map(dims.get, others)) or any(dims["linear_layers"]):
             raise UsageError(
                 "kv_heads: the model has an attention without such heads in each layer"
             )
@@ -357,9 +360,30 @@ def edited(source: Checkpoint, edits: Sequence[Edit]) -> Checkpoint:
     """Returns the checkpoint with some edits. Raises UsageError for those that cannot be done."""
     if source.merging is not None:
         raise UsageError(f"{source.path}: is merged or edited already; write the result first")
+    for edit in edits:
+        if isinstance(edit, Vocabulary):
+            _refuse_used(source, edit.size)
     out = replace(source, merging=Editing(tuple(edits), source))
     _ = out.layout
     return out
+
+
+def _refuse_used(source: Checkpoint, size: int) -> None:
+    """Raises UsageError if the source's tokenizer has tokens from the number `size` on."""
+    files = source.files
+    for directory in (files.tokenizer_directory, files.described_by):
+        path = directory and directory / FAST_TOKENIZER
+        if path is None or not path.is_file():
+            continue
+        text = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = (text.get("model") or {}).get("vocab") or {}
+        used = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        used += [token["id"] for token in text.get("added_tokens") or ()]
+        if (last := max(used, default=-1)) >= size:
+            raise UsageError(
+                f"vocab: size {size}: the tokenizer in {path} has tokens up to {last}; give at"
+                f" least {last + 1}, or a source whose tokenizer has fewer"
+            )
 
 
 # ------------------------------------------------------------------------------------ layouts

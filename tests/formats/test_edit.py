@@ -210,6 +210,19 @@ def test_a_recipe_that_cannot_be_done_names_the_line(
     assert not out.exists()
 
 
+def test_rows_of_tokens_in_use_are_not_left_out(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "fixtures" / "tiny-qwen3"
+    rows = mckpt.open(source).dims["vocab_size"]
+    text = (source / "tokenizer.json").read_text()
+    last = max(json.loads(text)["model"]["vocab"].values())
+    last = max(last, *(token["id"] for token in json.loads(text)["added_tokens"]))
+    assert last < rows
+    out = tmp_path / "out"
+    recipe = written(f"- vocab: {{size: {last}}}", tmp_path)
+    refused(2, f"has tokens up to {last}", args=("edit", source, out, "--recipe", recipe))
+    good("edit", source, out, "--recipe", written(f"- vocab: {{size: {last + 1}}}", tmp_path))
+
+
 def test_models_that_an_edit_does_not_know_are_refused(tmp_path: Path) -> None:
     latent = made("deepseek-v3", tmp_path)
     for recipe, words in (
