@@ -28,6 +28,7 @@ from mckpt.options import (
     AdapterOptions,
     AverageOptions,
     CompareOptions,
+    Method,
     PlaceOptions,
     PushOptions,
     SourceOptions,
@@ -276,17 +277,26 @@ def merge(
     reverse: bool = False,
     normalize: bool = False,
     summed: Literal["weights", "masters"] = "weights",
+    method: Method | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    arithmetic: Literal["float32", "mergekit"] = "float32",
+    recipe: str | Path | None = None,
     base: int = 0,
     **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
-    """Writes the weighted sum of several checkpoints of one model, of any formats and sizes, and
-    returns the content of mckpt.json.
+    """Writes the weighted sum of several checkpoints of one model, of any formats and sizes, or
+    another merge of them, and returns the content of mckpt.json.
 
     weights: the coefficient of each; without it and `schedule` all have the same, with the sum 1.
     schedule, reverse: coefficients that stand for a decay of the learning rate; the oldest
         checkpoint comes first.
     normalize: divides the coefficients by their sum.
     summed: "masters" sums the fp32 master copies of an optimizer in the place of the weights.
+    method, parameters: a method of mergekit in the place of the sum, and its parameters. The first
+        checkpoint is the base model, if the method has one; `weights` are those of the others.
+    arithmetic: "mergekit" rounds as mergekit does, for the methods linear and task_arithmetic.
+    recipe: a file of mergekit with the method, its parameters and the checkpoints, in the place of
+        `sources`, which is empty.
     base: the number of the checkpoint whose format, args, config and tokenizer the result has.
 
     The other keywords are those of `convert`. Each element is computed in float32 by fused
@@ -294,12 +304,26 @@ def merge(
     out. Raises MappingError for models of other dims, SourceError for other tensors, UsageError for
     tensors that are quantised, and the errors of `convert`.
     """
-    from mckpt.editing import averaging
+    from mckpt.editing import averaging, methods, recipes
 
-    stated = AverageOptions(weights, schedule, reverse, normalize, summed)
-    inputs = [_opened(source) for source in sources]
-    found = averaging.coefficients(stated, len(inputs))
-    source = averaging.average(inputs, found, base, summed == "masters")
+    stated = AverageOptions(
+        weights=weights,
+        schedule=schedule,
+        reverse=reverse,
+        normalize=normalize,
+        summed=summed,
+        method=method,
+        parameters=parameters,
+        arithmetic=arithmetic,
+        recipe=recipe,
+    )
+    if recipe is not None:
+        found = recipes.read(stated, list(sources))
+        source = found.made(list(map(_opened, found.paths)), stated)
+        if found.dtype and not options.get("dtype"):
+            options["dtype"] = found.dtype
+    else:
+        source = methods.made(list(map(_opened, sources)), stated, base)
     target = _target(source, {**options, "format": options.get("format") or _kept(source, options)})
     return _write(source, dst, averaging.weights_alone(source, target), options)
 

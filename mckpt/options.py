@@ -204,6 +204,24 @@ def _numbers(option: Option, given: Any) -> tuple[float, ...]:
     return numbers
 
 
+def _parameters(option: Option, given: Any) -> Mapping[str, float | tuple[float, ...]]:
+    words = {"true": 1.0, "false": 0.0}
+    try:
+        pairs = given
+        if isinstance(given, str):
+            pairs = dict(part.split("=", 1) for part in given.split(","))
+        return {
+            str(name): tuple(map(float, value))
+            if isinstance(value, list | tuple)
+            else float(words.get(str(value).lower(), value))
+            for name, value in pairs.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(
+            f"{option.flags[0]} {given!r}: give NAME=VALUE,..., such as density=0.5,lambda=1.2"
+        ) from None
+
+
 def _dims(option: Option, given: Any) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise option.refusal(given)
@@ -482,12 +500,29 @@ class AdapterOptions(Table, frozen=True):
     )
 
 
+Method = Literal[
+    "linear",
+    "task_arithmetic",
+    "slerp",
+    "nuslerp",
+    "multislerp",
+    "karcher",
+    "model_stock",
+    "ties",
+    "dare_linear",
+    "dare_ties",
+    "breadcrumbs",
+    "breadcrumbs_ties",
+]
+
+
 class AverageOptions(Table, frozen=True):
     """Options of a weighted sum of checkpoints: the coefficients, and the iterations of a run."""
 
     weights: str | Iterable[float] | None = SUMMING(
         "The coefficient of each checkpoint, in their order, such as 0.5,0.3,0.2; may be negative."
-        " Without it and --schedule, all have the same, and the sum 1.",
+        " Without it and --schedule, all have the same, and the sum 1. Of a method with a base"
+        " model, those of the others; all 1 without it.",
         word="W,W,...",
         read=_numbers,
     )
@@ -502,6 +537,25 @@ class AverageOptions(Table, frozen=True):
         " so that each weight is rounded once.",
         "weights",
         flags="--from",
+    )
+    method: Method | None = SUMMING(
+        "A method of mergekit in the place of the sum. The first checkpoint is the base model, if"
+        " the method has one.",
+        word="NAME",
+    )
+    parameters: str | Mapping[str, Any] | None = SUMMING(
+        "Parameters of --method, such as density=0.5,lambda=1.2.",
+        word="NAME=VALUE,...",
+        read=_parameters,
+    )
+    arithmetic: Literal["float32", "mergekit"] = SUMMING(
+        "float32: round once. mergekit: round as mergekit does, for the methods linear and"
+        " task_arithmetic.",
+        "float32",
+    )
+    recipe: str | Path | None = SUMMING(
+        "A file of mergekit (YAML) with the method, its parameters and the checkpoints.",
+        path="file",
     )
     start: int | None = SUMMING("Of one run: the first iteration that may be taken.")
     end: int | None = SUMMING("Of one run: the last iteration that may be taken.")

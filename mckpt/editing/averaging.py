@@ -63,12 +63,14 @@ class Averaging(Addition):
     def _layout(self) -> Layout:
         layouts = [self._read(one) for one in self.inputs]
         base = layouts[self.base]
-        files, others = list(base.files), dict[int, dict[Place, list[_Matrix]]]()
+        files, others = list(base.files), dict[int, dict[Place, list[Matrix]]]()
         for number, layout in enumerate(layouts):
-            if number != self.base:
-                self._refuse_apart(number, layout, base)
-                others[number] = _places(layout, len(files))
-                files += layout.files
+            if number == self.base:
+                others[number] = _places(layout, 0)
+                continue
+            self._refuse_apart(number, layout, base)
+            others[number] = _places(layout, len(files))
+            files += layout.files
         stored = [self._summed(s, base.shapes, others) for s in base.stored if not s.replica]
         return replace(base, files=files, stored=stored)
 
@@ -170,13 +172,13 @@ class Averaging(Addition):
         self,
         s: Stored,
         shapes: Mapping[str, tuple[int, ...]],
-        others: Mapping[int, Mapping[Place, list[_Matrix]]],
+        others: Mapping[int, Mapping[Place, list[Matrix]]],
     ) -> Stored:
         """Returns stored tensors whose pieces are terms of sums."""
         self._refuse_computed(s, self.inputs[self.base])
         added: dict[int, np.ndarray] = {}
         for number, piece in enumerate(s.pieces):
-            own = _matrix(piece, shapes[piece.tensor])
+            own = matrix_of(piece, shapes[piece.tensor])
             if turned := own.down < own.along:  # the buffer has the columns one after the other
                 own = own.turned
             words = []
@@ -193,9 +195,9 @@ class Averaging(Addition):
     def _terms(
         self,
         place: Place,
-        own: _Matrix,
+        own: Matrix,
         turned: bool,
-        others: Mapping[int, Mapping[Place, list[_Matrix]]],
+        others: Mapping[int, Mapping[Place, list[Matrix]]],
     ) -> Iterator[Term]:
         """Yields the terms of the sum of a piece, in the order of the inputs."""
         for number, coefficient in enumerate(self.coefficients):
@@ -311,7 +313,7 @@ def weights_alone(source: Checkpoint, target: TargetOptions) -> TargetOptions:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """A piece of one stored tensor as a part of a matrix: element (i, j) is start + i * down + j *
     along of the buffer, and element (row + i, column + j) of the logical tensor.
     """
@@ -333,7 +335,7 @@ class _Matrix:
         return Box((self.row, self.column), (self.rows, self.columns))
 
     @property
-    def turned(self) -> _Matrix:
+    def turned(self) -> Matrix:
         return replace(
             self,
             row=self.column,
@@ -351,9 +353,9 @@ class _Matrix:
         return Factor(self.file, start, self.down, self.along, dtype)
 
 
-def _matrix(
+def matrix_of(
     piece: Piece, shape: tuple[int, ...], of: Any = None, file: int = 0, at: int = 0
-) -> _Matrix:
+) -> Matrix:
     """Returns a piece as a part of a matrix, whose rows are the first axis of the tensor."""
     box, strides = piece.box, piece.strides
     width = math.prod(shape[1:])
@@ -368,17 +370,17 @@ def _matrix(
             raise UsageError(f"{piece.tensor} {list(shape)}: only its first axis may be sharded")
         row, column, rows, columns = box.offset[0], 0, box.shape[0], width
         down, along = strides[0], strides[-1]
-    return _Matrix(row, column, rows, columns, piece.start, down, along, piece.offset, of, file, at)
+    return Matrix(row, column, rows, columns, piece.start, down, along, piece.offset, of, file, at)
 
 
-def _places(layout: Layout, first: int) -> dict[Place, list[_Matrix]]:
+def _places(layout: Layout, first: int) -> dict[Place, list[Matrix]]:
     """Returns the parts of each logical tensor. first: the number of the layout's first file."""
-    found: dict[Place, list[_Matrix]] = {}
+    found: dict[Place, list[Matrix]] = {}
     for s in layout.stored:
         if s.replica:
             continue
         for piece in (p for p in s.pieces if not p.copy):
-            part = _matrix(piece, layout.shapes[piece.tensor], s)
+            part = matrix_of(piece, layout.shapes[piece.tensor], s)
             numbers = (array.tolist() for array in (s.layer, s.expert, s.file, s.at))
             for layer, expert, file, at in zip(*numbers, strict=True):
                 own = replace(part, file=first + file, at=at)

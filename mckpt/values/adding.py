@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import NoValue, bfloat16_bits, itemsize, numpy_dtype, sum_dtype
 from mckpt.values.quantisation import Grid
+from mckpt.values.shared import Shared
 
 # elements of each array that is in use at a time: with their float32 values they stay in L2, and
 # all of them take no more memory than quantisation.scratch counts for a tile
@@ -190,6 +191,7 @@ class Lengths:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int], np.ndarray] = {}
         self._count = 0
+        self.shared = Shared()  # what merges need of whole tensors (values/mixing.py)
 
     def of(self, product: Product, first: int, count: int, read: Read) -> np.ndarray:
         """Returns magnitude / length of `count` rows from `first` on, in float32.

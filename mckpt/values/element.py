@@ -7,6 +7,7 @@ elements takes its rules from here.
     of a quantised weight (`Grid`)              times its scale, rounded to bfloat16, then cast
     of a weight with an adapter (`Product`)     plus the product, and rounded once to the target
     of several checkpoints (`Sum`)              times its coefficient, added to the others' values
+    of a merge by another method (`Mix`)        by its formula
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import NamedTuple
 from mckpt.lazy import numpy as np
 from mckpt.values.adding import Lengths, Product, Read, add
 from mckpt.values.dtypes import NoValue, cast, has_infinity, numpy_dtype, pieces, shift
+from mckpt.values.mixing import Mix, mix
 from mckpt.values.quantisation import VALUES, Grid, dequantise
 from mckpt.values.summing import Sum, average
 
-PRODUCT, SUM = "product", "sum"
+PRODUCT, SUM, MIX = "product", "sum", "mix"
+TERMS: dict[str, type[Product | Sum | Mix]] = {PRODUCT: Product, SUM: Sum, MIX: Mix}
 
 
 class Cast(NamedTuple):
@@ -28,7 +31,7 @@ class Cast(NamedTuple):
     source: str  # dtype
     target: str  # dtype
     offset: float = 0.0  # added to the value
-    term: str = ""  # PRODUCT or SUM: a part of each element is read from other places
+    term: str = ""  # PRODUCT, SUM or MIX: a part of each element is read from other places
 
     @property
     def same(self) -> bool:
@@ -53,17 +56,17 @@ class Place(NamedTuple):
 
 class Element(NamedTuple):
     """The computation of the elements of one copy: a cast, and either scales, by which the elements
-    are multiplied, a product, which is added to them, or a sum, of which they are one term.
+    are multiplied, a product, which is added to them, or a formula of several checkpoints.
     """
 
     cast: Cast
-    term: Grid | Product | Sum | None = None
+    term: Grid | Product | Sum | Mix | None = None
 
     @classmethod
     def of(cls, cast: Cast, table: np.ndarray) -> Element:
         """Returns the element whose term starts in the first row of a table (Joined.grids)."""
         if cast.term:
-            return cls(cast, Sum.of(table) if cast.term == SUM else Product.of(table))
+            return cls(cast, TERMS[cast.term].of(table))
         return cls(cast, Grid(*table[0].tolist()))
 
     def fill(
@@ -84,6 +87,8 @@ class Element(NamedTuple):
             add(self.term, src, out, *place, read, lengths)
         elif isinstance(self.term, Sum):
             average(self.term, src, out, *place, read, self.cast.offset)
+        elif isinstance(self.term, Mix):
+            mix(self.term, src, out, *place, read, lengths, self.cast.offset)
         elif self.term is not None:
             dequantise(self.term, src, out, *place, read, allow_overflow)
         elif self.cast.offset:

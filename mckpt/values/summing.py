@@ -106,10 +106,10 @@ def average(
             total = np.zeros(values.shape, "f4")
             for term in of.terms:
                 if term.part.file == BASE:
-                    _add(total, _shifted(np.asarray(values, "f4"), term), term.coefficient)
+                    add(total, shifted(np.asarray(values, "f4"), term.shift), term.coefficient)
                     continue
-                rows = _within(row + top * down, down, values.shape[0], term.row, term.rows)
-                columns = _within(
+                rows = within(row + top * down, down, values.shape[0], term.row, term.rows)
+                columns = within(
                     column + left * along, along, values.shape[1], term.column, term.columns
                 )
                 if rows and columns:
@@ -119,14 +119,14 @@ def average(
                         read,
                     )
                     here = total[rows.there, columns.there]
-                    _add(here, _shifted(found[::down, ::along], term), term.coefficient)
+                    add(here, shifted(found[::down, ::along], term.shift), term.coefficient)
             if offset:
                 total += np.float32(offset)
             np.copyto(out[part], total, casting="unsafe")
 
 
-def _shifted(values: np.ndarray, term: Term) -> np.ndarray:
-    return values + np.float32(term.shift) if term.shift else values
+def shifted(values: np.ndarray, shift: float) -> np.ndarray:
+    return values + np.float32(shift) if shift else values
 
 
 class _Span(NamedTuple):
@@ -137,7 +137,7 @@ class _Span(NamedTuple):
     extent: int  # lines of the tensor from the first to the last
 
 
-def _within(start: int, step: int, count: int, low: int, num: int) -> _Span | None:
+def within(start: int, step: int, count: int, low: int, num: int) -> _Span | None:
     """Returns those of the lines start, start + step, ... that are in low .. low + num."""
     first = max(0, -(-(low - start) // step))
     end = min(count, -(-(low + num - start) // step))
@@ -146,7 +146,7 @@ def _within(start: int, step: int, count: int, low: int, num: int) -> _Span | No
     return _Span(slice(first, end), start + first * step, (end - first - 1) * step + 1)
 
 
-def _add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
+def add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
     """Adds values times a coefficient to the total, all in float32, with one rounding.
 
     The product of two float32 is exact in float64. Their sum with a third is rounded to float64 and

@@ -16,7 +16,7 @@ import mckpt
 from mckpt.editing import schedules
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
-from mckpt.values.summing import _add
+from mckpt.values.summing import add
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import mckpt as command
 
@@ -47,7 +47,7 @@ def test_a_fused_multiply_add_has_one_rounding() -> None:
     values[1000:1500] *= np.float32(2.0**-139)
     for coefficient in (1.0, float(np.float32(0.3)), float(np.float32(1 + 2**-23)), -0.75):
         found = total.copy()
-        _add(found, values, coefficient)
+        add(found, values, coefficient)
         exact = [
             rounded(Fraction(float(t)) + Fraction(float(v)) * Fraction(coefficient))
             for t, v in zip(total, values, strict=True)
