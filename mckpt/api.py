@@ -28,7 +28,6 @@ from mckpt.options import (
     AdapterOptions,
     AverageOptions,
     CompareOptions,
-    Method,
     PlaceOptions,
     PushOptions,
     SourceOptions,
@@ -277,7 +276,7 @@ def merge(
     reverse: bool = False,
     normalize: bool = False,
     summed: Literal["weights", "masters"] = "weights",
-    method: Method | None = None,
+    method: str | None = None,
     parameters: Mapping[str, Any] | None = None,
     arithmetic: Literal["float32", "mergekit"] = "float32",
     recipe: str | Path | None = None,
@@ -306,17 +305,10 @@ def merge(
     """
     from mckpt.editing import averaging, methods, recipes
 
-    stated = AverageOptions(
-        weights=weights,
-        schedule=schedule,
-        reverse=reverse,
-        normalize=normalize,
-        summed=summed,
-        method=method,
-        parameters=parameters,
-        arithmetic=arithmetic,
-        recipe=recipe,
-    )
+    given: dict[str, Any] = {"method": method, "parameters": parameters, "recipe": recipe}
+    given |= {"weights": weights, "schedule": schedule, "reverse": reverse}
+    given |= {"normalize": normalize, "summed": summed, "arithmetic": arithmetic}
+    stated = AverageOptions.of(given)
     if recipe is not None:
         found = recipes.read(stated, list(sources))
         source = found.made(list(map(_opened, found.paths)), stated)

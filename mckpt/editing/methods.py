@@ -165,6 +165,7 @@ class Chosen:
     each: Sequence[Mapping[str, Setting]] = ()  # of each model but the base
     has_base: bool = False  # the first input is the base of the changes
     arithmetic: str = "float32"
+    dtype: str | None = None  # to which mergekit would cast the models first
 
     @property
     def method(self) -> Method:
@@ -196,6 +197,8 @@ class Chosen:
             listed = ", ".join(known) or "none"
             raise UsageError(f"{where}{name}: {self.name} has the parameters {listed}")
         must, right = _WRONG.get(name, ("a finite number", math.isfinite))
+        if isinstance(setting, Sequence) and name in ("normalize", "rescale", "seed"):
+            raise UsageError(f"{where}{name} is a list, and must be {must}")
         for value in setting if isinstance(setting, Sequence) else (setting,):
             if not math.isfinite(value) or not right(value):
                 raise UsageError(f"{where}{name} is {value:g}, and must be {must}")
@@ -376,6 +379,11 @@ class Mixing(Averaging):
                     " one dtype"
                 )
             rounded = 1 + kinds.pop()
+            if how.dtype not in (None, kind := FACTORS[rounded - 1]):
+                raise UsageError(
+                    f"{name}: --arithmetic mergekit: the checkpoints have {kind}, and the recipe"
+                    f" casts them to {how.dtype} first; leave dtype out, or --arithmetic"
+                )
         key = hashlib.blake2b(name.encode(), digest_size=8).digest()
         return Mix(
             *place,

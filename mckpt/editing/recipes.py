@@ -22,7 +22,7 @@ DTYPES: Mapping[str, Literal["bf16", "fp16", "fp32"]] = {
     "float16": "fp16",
     "float32": "fp32",
 }
-# parameters that change nothing if they have this value, or any (None)
+# parameters that change nothing if they have this value, or any (None), and the method has them not
 NEUTRAL = {"int8_mask": None, "nuslerp_flatten": True, "nuslerp_row_wise": False}
 NEUTRAL |= {"filter_wise": False, "rescale": False}
 RENAMED = {"normalize_weights": "normalize"}
@@ -83,7 +83,7 @@ def _recipe(root: Node, arithmetic: str) -> Recipe:
     if root.get("tokenizer_source", "base") != "base":
         _refuse(root, "tokenizer_source", "mckpt takes the tokenizer of the base; write base")
     layers: dict[str, int] = {}
-    found = [(_path(node, "model"), _settings(node)) for node in _models(root, layers)]
+    found = [(_path(node, "model"), _settings(node, name)) for node in _models(root, layers)]
     base = _path(root, "base_model") if "base_model" in root else None
     listed = [path for path, _ in found]
     if base is not None and base not in listed:
@@ -97,7 +97,7 @@ def _recipe(root: Node, arithmetic: str) -> Recipe:
     if base is not None and (has_base or name == "slerp"):
         found.sort(key=lambda one: one[0] != base)  # the others keep their order
     each = [own for _, own in found[has_base:]]
-    how = Chosen(name, _settings(root), each, has_base, arithmetic)
+    how = Chosen(name, _settings(root, name), each, has_base, arithmetic, root.get("dtype"))
     how.check(dict(_lines(root)))
     kinds = [key for key in ("out_dtype", "dtype") if root.get(key) is not None]
     for key in kinds:
@@ -138,14 +138,15 @@ def _path(node: Node, key: str) -> str:
     return path
 
 
-def _settings(node: Node) -> dict[str, Setting]:
+def _settings(node: Node, method: str) -> dict[str, Setting]:
     """Returns the parameters of an entry."""
+    known = METHODS[method].parameters
     stated = node.get("parameters") or Node()
     if not isinstance(stated, Node):
         _refuse(node, "parameters", "must be keys and values")
     found: dict[str, Setting] = {}
     for name, value in stated.items():
-        if name in NEUTRAL and NEUTRAL[name] in (None, value):
+        if name not in known and name in NEUTRAL and NEUTRAL[name] in (None, value):
             continue
         numbers = value if isinstance(value, list) else [value]
         if not numbers or any(isinstance(one, dict) for one in numbers):

@@ -199,10 +199,8 @@ def test_each_method_is_its_formula(method: str, dtype: str, tmp_path: Path) -> 
         expected = formula(*(w.astype("f8") for w in wide))
         assert tensor.dtype == tensors[0][name].dtype
         # half of the last bit of a result, and the roundings of float32 of terms of size 1
-        close = (
-            {"rtol": 2.0**-8, "atol": 1e-6} if dtype == "bfloat16" else {"rtol": 0, "atol": 1e-6}
-        )
-        np.testing.assert_allclose(tensor.astype("f8"), expected, **close, err_msg=name)
+        rtol = 2.0**-8 if dtype == "bfloat16" else 0.0
+        np.testing.assert_allclose(tensor.astype("f8"), expected, rtol, 1e-6, err_msg=name)
         same = (tensor == expected.astype(tensor.dtype)).mean()
         assert same > 0.99 or dtype == "float32" or tensor.size < 1000
         changed += not np.allclose(tensor.astype("f8"), wide[0], rtol=0, atol=1e-3)
@@ -395,6 +393,25 @@ def test_the_base_model_of_a_recipe_comes_first(tmp_path: Path) -> None:
     assert not mckpt.diff(tmp_path / "out", tmp_path / "own")
 
 
+def test_a_recipe_leaves_the_rescaling_of_dare_out(tmp_path: Path) -> None:
+    inputs = models(tmp_path)
+    text = "merge_method: dare_linear\nbase_model: {0}\nmodels: [{{model: {1}}}]\n"
+    text += "parameters: {{density: 0.3, rescale: false, int8_mask: true}}\n"
+    good("merge", "--recipe", recipe(tmp_path / "r.yaml", text, inputs), tmp_path / "out")
+    merge(inputs[:2], tmp_path / "own", "dare_linear", {"density": 0.3, "rescale": 0}, None)
+    assert not mckpt.diff(tmp_path / "out", tmp_path / "own")
+
+
+def test_the_arithmetic_of_mergekit_is_refused_for_models_that_it_would_cast(
+    tmp_path: Path,
+) -> None:
+    inputs = models(tmp_path)
+    text = "merge_method: linear\ndtype: bfloat16\nmodels: [{{model: {0}}}, {{model: {1}}}]\n"
+    file = recipe(tmp_path / "r.yaml", text, inputs)
+    with pytest.raises(UsageError, match="have float32, and the recipe casts them to bfloat16"):
+        mckpt.merge([], tmp_path / "out", recipe=file, arithmetic="mergekit")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -439,6 +456,7 @@ def test_wrong_methods_and_parameters_are_refused(tmp_path: Path) -> None:
     wrong("weights has 2 numbers, and 1", method="ties", weights=[1, 2])
     wrong("not ties", method="ties", arithmetic="mergekit")
     wrong("give it as well", arithmetic="mergekit")
+    wrong("normalize is a list", method="ties", parameters={"normalize": [0, 1]})
     wrong("is of sums", method="ties", schedule="linear")
     wrong("give NAME=VALUE", method="ties", parameters="density")
     wrong("sum of the weights is 0", method="linear", weights=[1, -1])
