@@ -33,7 +33,7 @@ from mckpt.options import AverageOptions
 @shared.of_target("target_iteration")
 @shared.conversion_options
 def merge(sources: tuple[Path, ...], dst: Path, target_format: str | None, **options: Any) -> None:
-    """Write the weighted sum of several checkpoints of one model.
+    """Merge several checkpoints of one model.
 
     SRC... are checkpoints of any formats and sizes, or one run, whose iterations are summed. The
     sum is computed in float32 in their order and rounded once. Format, args, config and tokenizer

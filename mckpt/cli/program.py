@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "repair": Summary("convert.repair", "Make a training checkpoint loadable at any sizes."),
     "edit": Summary("edit.edit", "Write a checkpoint with other layers, heads or vocabulary."),
-    "merge": Summary("merge.merge", "Write the weighted sum of several checkpoints of one model."),
+    "merge": Summary("merge.merge", "Merge several checkpoints of one model."),
     "adapter": Summary("adapter.adapter", "Merge, convert or inspect an adapter (LoRA)."),
     "plan": Summary("convert.plan", "Print the plan of a conversion; write nothing."),
     "inspect": Summary("inspect.inspect", "Print what a directory contains."),

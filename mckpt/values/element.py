@@ -12,17 +12,18 @@ elements takes its rules from here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mckpt.lazy import numpy as np
 from mckpt.values.adding import Lengths, Product, Read, add
 from mckpt.values.dtypes import NoValue, cast, has_infinity, numpy_dtype, pieces, shift
-from mckpt.values.mixing import Mix, mix
 from mckpt.values.quantisation import VALUES, Grid, dequantise
-from mckpt.values.summing import Sum, average
+
+if TYPE_CHECKING:
+    from mckpt.values.mixing import Mix
+    from mckpt.values.summing import Sum
 
 PRODUCT, SUM, MIX = "product", "sum", "mix"
-TERMS: dict[str, type[Product | Sum | Mix]] = {PRODUCT: Product, SUM: Sum, MIX: Mix}
 
 
 class Cast(NamedTuple):
@@ -65,9 +66,16 @@ class Element(NamedTuple):
     @classmethod
     def of(cls, cast: Cast, table: np.ndarray) -> Element:
         """Returns the element whose term starts in the first row of a table (Joined.grids)."""
-        if cast.term:
-            return cls(cast, TERMS[cast.term].of(table))
-        return cls(cast, Grid(*table[0].tolist()))
+        # those of several checkpoints are imported where they are used
+        if cast.term == SUM:
+            from mckpt.values.summing import Sum
+
+            return cls(cast, Sum.of(table))
+        if cast.term == MIX:
+            from mckpt.values.mixing import Mix
+
+            return cls(cast, Mix.of(table))
+        return cls(cast, Product.of(table) if cast.term else Grid(*table[0].tolist()))
 
     def fill(
         self,
@@ -85,12 +93,10 @@ class Element(NamedTuple):
         """
         if isinstance(self.term, Product):
             add(self.term, src, out, *place, read, lengths)
-        elif isinstance(self.term, Sum):
-            average(self.term, src, out, *place, read, self.cast.offset)
-        elif isinstance(self.term, Mix):
-            mix(self.term, src, out, *place, read, lengths, self.cast.offset)
-        elif self.term is not None:
+        elif isinstance(self.term, Grid):
             dequantise(self.term, src, out, *place, read, allow_overflow)
+        elif self.term is not None:
+            self.term.fill(src, out, place, read, lengths, self.cast.offset)
         elif self.cast.offset:
             shift(src, out, self.cast.offset)
         else:

@@ -98,6 +98,18 @@ class Mix(NamedTuple):
     def others(self) -> list[int]:
         return [i for i, share in enumerate(self.shares) if not share.base]
 
+    def fill(
+        self,
+        base: np.ndarray,
+        out: np.ndarray,
+        place: tuple[int, int, int],
+        read: Read,
+        lengths: Lengths,
+        offset: float,
+    ) -> None:
+        """Does what `mix` does."""
+        mix(self, base, out, *place, read, lengths, offset)
+
     def words(self) -> list[int]:
         """Returns the numbers of `of`, [(2 + inputs + parts) * WIDTH]."""
         head = [*self[:-4], *_bits(self.scale, self.t), len(self.shares), len(self.parts)]

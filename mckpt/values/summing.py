@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mckpt.lazy import numpy as np
-from mckpt.values.adding import CHUNK, WIDTH, Factor, Read, lines
+from mckpt.values.adding import CHUNK, WIDTH, Factor, Lengths, Read, lines
 
 BASE = -1  # the file of the term that stands for the base
 # the bits of a float64 that a float32 does not have, and those of a value in the middle of two
@@ -53,6 +53,18 @@ class Sum(NamedTuple):
     def files(self) -> set[int]:
         """The numbers of the files of the other inputs."""
         return {term.part.file for term in self.terms} - {BASE}
+
+    def fill(
+        self,
+        base: np.ndarray,
+        out: np.ndarray,
+        place: tuple[int, int, int],
+        read: Read,
+        lengths: Lengths,
+        offset: float,
+    ) -> None:
+        """Does what `average` does."""
+        average(self, base, out, *place, read, offset)
 
     def words(self) -> list[int]:
         """Returns the numbers of `of`, [(1 + terms) * WIDTH]."""
