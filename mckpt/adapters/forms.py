@@ -202,8 +202,13 @@ def _kinds(source: AdapterCheckpoint, names: AdapterNames, asked: str | None) ->
 class _Held(Addition):
     """Factors that are read beside the weights of a checkpoint."""
 
+    adapter: Path
     held: Layout
     about: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.adapter
 
     @property
     def facts(self) -> Facts:
@@ -233,7 +238,7 @@ def beside(source: AdapterCheckpoint, how: str | None, decided: Decided) -> Adap
         weights = factors.kept(laid, laid.shapes.keys() - kinds.keys())
         kept = factors.kept(laid, kinds)
         held, layout = placing.placed(source, names, kept, chosen.members, chosen.equal)
-        moved = replace(decided.moved, merging=_Held(held, facts))
+        moved = replace(decided.moved, merging=_Held(source.path, held, facts))
         stored, shapes = [*weights.stored, *layout.stored], {**weights.shapes, **layout.shapes}
         return moved, replace(laid, stored=stored, shapes=shapes)
 

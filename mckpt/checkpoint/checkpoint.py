@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Addition:
-    """What changes a checkpoint while it is read: an adapter or other checkpoints that are added to
-    its weights, or edits, after which it is a model of other dims.
+class Addition(ABC):
+    """A change of a checkpoint that is made while it is read.
+
+    It adds an adapter or other checkpoints to the weights, or it edits the model, which then has
+    other dims.
     """
 
     @property
@@ -41,9 +44,9 @@ class Addition:
         return ()
 
     @property
+    @abstractmethod
     def path(self) -> Path:
         """Returns the directory of the adapter, or of the checkpoint."""
-        raise NotImplementedError
 
     @property
     def made_of(self) -> Mapping[str, Sequence[str]]:
@@ -54,14 +57,14 @@ class Addition:
         """Returns the dims of the changed model."""
         return dims
 
+    @abstractmethod
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with what is added to its pieces."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def facts(self) -> Facts:
         """Returns entries of the manifest."""
-        raise NotImplementedError
 
     @property
     def notes(self) -> list[str]:

@@ -15,15 +15,7 @@ from mckpt.cli.options import FILE, command
 @shared.conversion_option(
     "--recipe", type=FILE, required=True, help="A YAML file with a list of edits (docs/surgery.md)."
 )
-@shared.layout_options("target-", otherwise="1 from Hugging Face, else the source's")
-@shared.conversion_option(
-    "--format",
-    "target_format",
-    type=shared.WRITTEN_FORMATS,
-    help="Format of the target. Without it, the source's, or torch_dist if sizes are given.",
-)
-@shared.hf_target_options
-@shared.dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
+@shared.kept_form_options
 @shared.of_target("no_optimizer")
 @shared.megatron_source_options
 @shared.megatron_target_options

@@ -18,15 +18,7 @@ from mckpt.options import AverageOptions
 @shared.destination_argument
 @shared.of_average("method parameters arithmetic recipe")
 @shared.of_average("weights schedule reverse normalize summed start end window min_interval")
-@shared.layout_options("target-", otherwise="1 from Hugging Face, else the source's")
-@shared.conversion_option(
-    "--format",
-    "target_format",
-    type=shared.WRITTEN_FORMATS,
-    help="Format of the target. Without it, the source's, or torch_dist if sizes are given.",
-)
-@shared.hf_target_options
-@shared.dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
+@shared.kept_form_options
 @shared.of_source("like vocab_size")
 @shared.megatron_target_options
 @shared.family_options

@@ -142,6 +142,18 @@ def layout_options(prefix: str = "", default: int | None = None, otherwise: str 
     return together(_model_sizes(prefix, default, otherwise), uneven)
 
 
+# of a command whose result has the form of its source: see `target_like`
+kept_form_options = together(
+    layout_options("target-", otherwise="1 from Hugging Face, else the source's"),
+    conversion_option(
+        "--format",
+        "target_format",
+        type=WRITTEN_FORMATS,
+        help="Format of the target. Without it, the source's, or torch_dist if sizes are given.",
+    ),
+    hf_target_options,
+    dialect_option("target-", otherwise="the source's; from Hugging Face, gpt"),
+)
 new_checkpoint_options = together(
     layout_options(default=1),
     megatron_option(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mckpt import formats
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
@@ -30,6 +30,7 @@ from mckpt.options import AverageOptions, SourceOptions, TargetOptions
 from mckpt.storage.manifest import Facts
 from mckpt.values.adding import FACTORS, WIDTH, Factor
 from mckpt.values.dtypes import itemsize
+from mckpt.values.element import SUM
 from mckpt.values.summing import BASE, Sum, Term
 
 Place = tuple[str, int, int]  # a template, layer and expert
@@ -43,6 +44,7 @@ class Averaging(Addition):
     coefficients: tuple[float, ...]  # of each input
     base: int  # its number
     masters: bool = False  # the fp32 master copies are summed, and not the weights
+    term: ClassVar[str] = SUM  # the kind of the computation
 
     @property
     def summands(self) -> tuple[Checkpoint, ...]:
@@ -183,14 +185,28 @@ class Averaging(Addition):
                 own = own.turned
             words = []
             for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
-                terms = list(self._terms((piece.tensor, *at), own, turned, others))
                 start = int(s.at[row]) + own.start * itemsize(s.stored_as)
                 place = start, own.down, own.along, own.row, own.column
-                words.append(Sum(*place, tuple(terms)).words())
+                of = piece.tensor, *at
+                words.append(self._words(place, of, own, turned, shapes, others))
             longest = max(map(len, words), default=0)
             filled = [one + [0] * (longest - len(one)) for one in words]
             added[number] = np.array(filled, "i8").reshape(len(s), -1, WIDTH)
-        return replace(s, added=added, term="sum")
+        return replace(s, added=added, term=self.term)
+
+    def _words(
+        self,
+        place: tuple[int, int, int, int, int],
+        of: Place,
+        own: Matrix,
+        turned: bool,
+        shapes: Mapping[str, tuple[int, ...]],
+        others: Mapping[int, Mapping[Place, list[Matrix]]],
+    ) -> list[int]:
+        """Returns the numbers that describe the computation of a piece. place: that of the piece in
+        its file, as `Sum` has it.
+        """
+        return Sum(*place, tuple(self._terms(of, own, turned, others))).words()
 
     def _terms(
         self,

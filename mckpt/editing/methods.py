@@ -11,17 +11,16 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.editing.averaging import Averaging, Matrix, Place, average, coefficients, matrix_of
+from mckpt.editing.averaging import Averaging, Matrix, Place, average, coefficients
 from mckpt.errors import UsageError
-from mckpt.geometry.box import Stored
-from mckpt.lazy import numpy as np
 from mckpt.options import AverageOptions
 from mckpt.storage.manifest import Facts
 from mckpt.values import mixing
-from mckpt.values.adding import FACTORS, WIDTH
-from mckpt.values.dtypes import itemsize
+from mckpt.values.adding import FACTORS
+from mckpt.values.element import MIX
 from mckpt.values.mixing import Mix, Part, Share
 
 Setting = float | Sequence[float]
@@ -291,6 +290,7 @@ class Mixing(Averaging):
     """The merge of several checkpoints by a method."""
 
     how: Chosen = Chosen("linear")
+    term: ClassVar[str] = MIX
 
     @property
     def facts(self) -> Facts:
@@ -323,28 +323,16 @@ class Mixing(Averaging):
             f" {self.how.method.contract}; {arithmetic}"
         ]
 
-    def _summed(
+    def _words(
         self,
-        s: Stored,
+        place: tuple[int, int, int, int, int],
+        of: Place,
+        own: Matrix,
+        turned: bool,
         shapes: Mapping[str, tuple[int, ...]],
         others: Mapping[int, Mapping[Place, list[Matrix]]],
-    ) -> Stored:
-        """Returns stored tensors whose pieces are merged."""
-        self._refuse_computed(s, self.inputs[self.base])
-        added: dict[int, np.ndarray] = {}
-        for number, piece in enumerate(s.pieces):
-            own = matrix_of(piece, shapes[piece.tensor])
-            if turned := own.down < own.along:
-                own = own.turned
-            words = []
-            for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
-                start = int(s.at[row]) + own.start * itemsize(s.stored_as)
-                place = start, own.down, own.along, own.row, own.column, int(turned)
-                words.append(self._mix(place, (piece.tensor, *at), shapes, others).words())
-            longest = max(map(len, words), default=0)
-            filled = [one + [0] * (longest - len(one)) for one in words]
-            added[number] = np.array(filled, "i8").reshape(len(s), -1, WIDTH)
-        return replace(s, added=added, term="mix")
+    ) -> list[int]:
+        return self._mix((*place, int(turned)), of, shapes, others).words()
 
     def _mix(
         self,

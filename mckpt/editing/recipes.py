@@ -30,7 +30,7 @@ RENAMED = {"normalize_weights": "normalize"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a file describes."""
+    """A merge that a file of mergekit describes: the checkpoints, the method and its parameters."""
 
     paths: tuple[str, ...]
     base: int  # the number of the checkpoint whose config the result has

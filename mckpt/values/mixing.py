@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one input contributes."""
+    """The part of one input in a merge: its weight, and which of its elements are kept."""
 
     weight: float
     density: float = 1.0  # the part of the elements that is kept

@@ -97,8 +97,8 @@ def test_an_adapter_is_merged_into_every_form_of_a_base(
 def test_an_adapter_comes_back(
     case: str, towers: str, layout: str, part: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Of the text model, of the tower and of one of its blocks, also of a checkpoint that another
-    program wrote.
+    """The adapter changes the text model, the tower, one of its blocks, or all of them. Another
+    program may have written the checkpoint.
     """
     base = tiny_model(case)
     ends = {"text": ("self_attn.o_proj",), "tower": TOWERS[case], "block": BLOCK[case]}

@@ -399,7 +399,7 @@ class Table:
 
 
 def test_each_frequency_turns_with_its_own_position() -> None:
-    """Of sections 2, 1, 1: t t h w, or interleaved t h w t."""
+    """Sections of 2, 1 and 1 frequencies take the positions t t h w; interleaved, t h w t."""
     from mckpt.trainer import images
 
     positions = torch.tensor([[7], [8], [9]])
