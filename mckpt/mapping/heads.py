@@ -58,8 +58,8 @@ def is_of_head(key: str) -> bool:
 
 def _patterns_of(keys: Collection[str]) -> tuple[str, ...]:
     """Returns the patterns of the heads whose tensors are among stored keys."""
-    patterns = (NameForm({}, (one,)) for one in _heads()[0]["heads"])
-    return tuple(one.carried[0] for one in patterns if any(map(one.carries, keys)))
+    starts = {"".join(key.partition(".")[:2]) for key in keys}  # "score." of score.weight
+    return tuple(one for one in _heads()[0]["heads"] if one.removesuffix("*") in starts)
 
 
 def with_head(

@@ -67,7 +67,8 @@ def main(work: Path) -> int:
     (work / "cases.json").write_text(json.dumps(cases))
     judge = str(ROOT / "tests" / "helpers" / "judge.py")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD}", judge]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environ = {**os.environ, "PYTHONPATH": path, "JUDGE_PARENT": str(os.getpid())}
     subprocess.run([*command, str(work / "cases.json"), str(out)], env=environ, check=False)
     passed = lost(work, command, environ, cases[-1])
     for case in cases:

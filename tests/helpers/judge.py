@@ -56,6 +56,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -547,3 +548,8 @@ KINDS = {
     "grid": grid_case,
     "t5": t5_case,
 }
+
+
+if __name__ == "__main__":  # a rank that torchrun started for tests/gpu/live.py
+    prepare()
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
