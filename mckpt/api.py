@@ -339,7 +339,7 @@ def edit(
     from mckpt.editing import edits, steps
 
     plain = _opened(src)
-    source = edits.edited(plain, steps.read(Path(recipe), plain.dims["num_layers"]))
+    source = edits.edited(plain, steps.read(Path(recipe), plain.dims))
     target = _target(source, {**options, "format": options.get("format") or _kept(source, options)})
     return _write(source, dst, target, options)
 

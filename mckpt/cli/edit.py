@@ -33,7 +33,7 @@ def edit(src: Path, dst: Path, recipe: Path, target_format: str | None, **option
     from mckpt.editing import edits, steps
 
     plain = shared.open_source(src, options)
-    source = edits.edited(plain, steps.read(recipe, plain.dims["num_layers"]))
+    source = edits.edited(plain, steps.read(recipe, plain.dims))
     target = shared.target_like(source, options, target_format)
     if outcome := convert.carry_out(source, dst, target, options, planning.form_of_weights):
         outcome.show(options["as_json"])

@@ -1,0 +1,153 @@
+"""The edit of layers: kept, left out, repeated, in a new order, and silent copies."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mckpt.editing.edits import EXACT, KEPT, Edit
+from mckpt.editing.pieces import again, is_moment
+from mckpt.errors import UsageError, counted
+from mckpt.geometry.box import ZEROS, Layout, Piece, Stored, row_major
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Dims
+
+LAYER = "{layer}"
+# dims that are lists, and not one value for each layer
+NOT_BY_LAYER = ("mamba_multipliers", "mlp_multipliers")
+# the tensors that make what a layer adds to the residual stream
+OUTPUTS = re.compile(
+    r"layers\.\{layer\}\.(attn\.o|cross\.o|linear\.out|mamba\.out|mlp\.down|embed\.proj"
+    r"|moe\.(experts\.\{expert\}\.down|shared\.down|latent_up))\.(weight|bias)(@.*)?"
+)
+
+
+@dataclass(frozen=True)
+class Layers(Edit):
+    """Keeps, drops and repeats layers, in a new order, and inserts silent copies.
+
+    order: for each new layer the number of the source's, and whether the copy is silent: its
+        outputs are multiplied by zero, so that it adds nothing to the residual stream.
+    """
+
+    order: tuple[tuple[int, bool], ...]
+
+    @staticmethod
+    def of(given: dict[str, Any], dims: Dims) -> Layers:
+        if len(given) != 1:
+            raise ValueError("give one of keep, drop, order and silent_after")
+        ((how, value),) = given.items()
+        count, numbers = dims["num_layers"], ranges(value)
+        if wrong := [n for n in numbers if not 0 <= n < count]:
+            raise ValueError(f"layer {wrong[0]} of {count}, which are numbered from 0")
+        heard = [(n, False) for n in range(count)]
+        if how == "order":
+            return Layers(tuple((n, False) for n in numbers))
+        if how in ("keep", "drop"):
+            return Layers(tuple(one for one in heard if (one[0] in numbers) == (how == "keep")))
+        if how != "silent_after":
+            raise ValueError(f"{how!r} is not one of keep, drop, order and silent_after")
+        silent = ((one, *([(one[0], True)] * numbers.count(one[0]))) for one in heard)
+        return Layers(tuple(itertools.chain.from_iterable(silent)))
+
+    @property
+    def contract(self) -> str:
+        """Returns EXACT if all layers are kept in their order, and the others are silent."""
+        heard = [number for number, silent in self.order if not silent]
+        whole = heard == list(range(max(heard, default=-1) + 1))
+        return EXACT if whole else KEPT
+
+    @property
+    def words(self) -> str:
+        silent = sum(silent for _, silent in self.order)
+        return f"{counted(len(self.order), 'layer')}" + f", {silent} of them silent" * bool(silent)
+
+    def dims(self, dims: Dims) -> Dims:
+        count = dims["num_layers"]
+        self._refuse(dims)
+        out = {**dims, "num_layers": len(self.order)}
+        for name, value in dims.items():
+            if isinstance(value, list | tuple) and name not in NOT_BY_LAYER:
+                if len(value) < count:
+                    continue
+                out[name] = [value[number] for number, _ in self.order] + [*value[count:]]
+        return out
+
+    def _refuse(self, dims: Dims) -> None:
+        count = dims["num_layers"]
+        wrong = sorted({number for number, _ in self.order if not 0 <= number < count})
+        if wrong or not self.order:
+            raise UsageError(
+                f"layers: {', '.join(map(str, wrong)) or 'none'} of {counted(count, 'layer')},"
+                f" which are numbered from 0 to {count - 1}"
+            )
+        for name, why in (
+            ("encoder_layers", "an encoder, whose layers no edit changes"),
+            ("layer_embed_dim", "an embedding that has a part for each layer"),
+            ("kv_sharing_layers", "layers that take the keys of an earlier layer"),
+        ):
+            if dims.get(name):
+                raise UsageError(f"layers: the model has {why} ({name} {dims[name]})")
+
+    def layout(self, layout: Layout, dims: Dims) -> Layout:
+        count = dims["num_layers"]
+        places: dict[int, list[tuple[int, bool]]] = {}
+        for new, (old, quiet) in enumerate(self.order):
+            places.setdefault(old, []).append((new, quiet))
+        for number in range(dims["mtp_layers"]):
+            places[count + number] = [(len(self.order) + number, False)]
+        files = [*layout.files]
+        if ZEROS not in files:
+            files.append(ZEROS)
+        stored, dropped = list[Stored](), dict(layout.dropped)
+        for s in layout.stored:
+            if not any(LAYER in p.tensor for p in s.pieces):
+                stored.append(s)
+                continue
+            heard, silent = list[tuple[int, int]](), list[tuple[int, int]]()
+            for row, old in enumerate(s.layer.tolist()):
+                for new, quiet in places.get(old, ()):
+                    (silent if quiet else heard).append((row, new))
+                if old not in places and not s.replica:
+                    dropped[s.key.format(layer=old, mtp=old, expert=int(s.expert[row]))] = (
+                        f"layer {old} is left out"
+                    )
+            stored += again(s, heard)
+            stored += _silent(s, silent, layout.shapes, files.index(ZEROS))
+        return replace(
+            layout,
+            files=files,
+            stored=stored,
+            dropped=dropped,
+            ignored={**layout.ignored, **dropped},
+        )
+
+
+def _silent(
+    s: Stored, rows: Sequence[tuple[int, int]], shapes: Mapping[str, tuple[int, ...]], zeros: int
+) -> Iterator[Stored]:
+    """Yields stored tensors of silent layers: their outputs are zero, and so are the moments."""
+    quiet = {p.tensor for p in s.pieces if OUTPUTS.fullmatch(p.tensor) or is_moment(p.tensor)}
+    heard = tuple(p for p in s.pieces if p.tensor not in quiet)
+    if heard:
+        yield from again(replace(s, pieces=heard, view=s.view or bool(quiet)), rows)
+    for name in sorted(quiet) if rows and not s.replica else ():
+        boxes = [p for p in s.pieces if p.tensor == name and not p.copy]
+        for box in (p.box for p in boxes):
+            layer, expert = ([new for _, new in rows], [int(s.expert[row]) for row, _ in rows])
+            where = np.array([layer, expert, [zeros] * len(rows), [0] * len(rows)], "i8")
+            piece = Piece(name, box, 0, row_major(box.shape))
+            yield Stored(f"{s.key} of a silent layer", s.dtype, box.shape, (piece,), *where)
+
+
+def ranges(value: Any) -> list[int]:
+    """Returns the numbers of a list of ranges: "0-3,8" or [0-3, 8] are 0, 1, 2, 3 and 8."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    found: list[int] = []
+    for part in parts:
+        first, dash, last = str(part).strip().partition("-")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
