@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -74,8 +74,12 @@ class ModelDescription:
             return self._family_in(self.files.path)
         opened, own = self.files.opened, self.options.mapping
         run = run_config_text(opened.root / RUN_CONFIG)
-        whole = self.whole_mapping(self._stored, lambda keys: mapping.dialect_of(keys, own, run))
-        return whole or mapping.dialect_of(opened.keys(), own, run)
+        dist = not opened.format.fixed_sizes
+
+        def dialect_of(keys: Iterable[str]) -> MappingFile:
+            return mapping.dialect_of(keys, own, run, dist)
+
+        return self.whole_mapping(self._stored, dialect_of) or dialect_of(opened.keys())
 
     @cached_property
     def described_towers(self) -> set[str]:

@@ -7,6 +7,7 @@ Each packing is written once, as a list of boxes and their places, in storage or
     gated    [ gate | up ]                   along axis 0; tensor parallelism cuts each part
     qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]   along axis 0, one group of heads after the other, by
                                              default one query group (Megatron-Core, attention.py)
+    gated_qkv  [ q0 g0 q1 g1 k0 v0 | ... ]  as qkv, but a head of q and its gate take turns
     interleaved  [ a0 b0 a1 b1 ]             along axis 0, the rows of all in turn
     swapped  [ a1 | a0 ]                     along axis 1, the halves of one tensor
     halved   [ a0 a2 a4 | a1 a3 a5 ]         along axis 0, the halves of each group of one tensor:
@@ -99,6 +100,27 @@ def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed((at, *rest), tuple(placed), (at,))
 
 
+def gated_qkv(shapes: Sequence[Shape], groups: int) -> Packed:
+    q, gate, k, v = shapes
+    width = k[0] // groups  # rows of a head
+    if q != gate or k != v or k[0] % groups or not width or q[0] % k[0]:
+        raise PackingError(
+            f"q {list(q)}, gate {list(gate)}, k {list(k)} and v {list(v)} do not fall into"
+            f" {groups} groups of heads"
+        )
+    rest, each = q[1:], q[0] // k[0]
+    order = [(m, g * each + h) for g in range(groups) for h in range(each) for m in (0, 1)]
+    for g in range(groups, 0, -1):  # behind the heads of each group
+        order[2 * each * g : 2 * each * g] = [(2, g - 1), (3, g - 1)]
+    zeros = (0,) * len(rest)
+    placed = tuple(
+        Placed(m, Box((head * width, *zeros), (width, *rest)), (at * width, *zeros))
+        for at, (m, head) in enumerate(order)
+    )
+    rows = len(order) * width
+    return Packed((rows, *rest), placed, (rows,))
+
+
 def interleaved(shapes: Sequence[Shape], groups: int) -> Packed:
     if len(set(shapes)) > 1:
         raise PackingError(f"rows cannot take turns: {list(shapes[0])} and {list(shapes[-1])}")
@@ -157,6 +179,7 @@ PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "concat": concat,
     "gated": gated,
     "qkv": qkv,
+    "gated_qkv": gated_qkv,
     "interleaved": interleaved,
     "swapped": swapped,
     "halved": halved,

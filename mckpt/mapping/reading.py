@@ -351,12 +351,15 @@ def _default_dialect() -> str:
     raise MappingError(f"{folder('megatron')}: no dialect has `default: true`")
 
 
-def dialect_of(keys: Iterable[str], own: str | None = None, run_config: str = "") -> MappingFile:
+def dialect_of(
+    keys: Iterable[str], own: str | None = None, run_config: str = "", dist: bool = False
+) -> MappingFile:
     """Returns the dialect that has most of the keys of a Megatron checkpoint; the default one if
     several have as many.
 
     own: the user's family file, which may add rules to the dialects. run_config: the text of
-    run_config.yaml, in which one of the `specs` of a dialect decides before the keys.
+    run_config.yaml, in which one of the `specs` of a dialect decides before the keys. dist: the
+    format is torch_dist, which has none of the keys that a dialect has `when: not dist`.
     """
     known = names("megatron")
     # layers and experts have the same names: each name is looked up once
@@ -364,10 +367,16 @@ def dialect_of(keys: Iterable[str], own: str | None = None, run_config: str = ""
 
     def score(file: MappingFile) -> tuple[bool, int, bool]:
         stated = any(spec in run_config for spec in file.specs)
-        known = {_NUMBERS.sub("0", first_key(rule.key)) for rule in file.rules}
+        possible = (r for r in file.rules if not (dist and any(map(_never_dist, r.when))))
+        known = {_NUMBERS.sub("0", first_key(rule.key)) for rule in possible}
         return stated, sum(counts[key] for key in known if key in counts), file.default
 
     return max((load("megatron", name, own) for name in known), key=score)
+
+
+def _never_dist(when: Expression) -> bool:
+    """Returns whether a condition is a list of `and` with `not dist` in it."""
+    return " or " not in when.text and "not dist" in when.text.split(" and ")
 
 
 def drafted(node: Node, whole: bool = True) -> tuple[MappingFile, Node]:

@@ -68,6 +68,7 @@ WHOLE = {
     "swift": {
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),
         **dict.fromkeys(("internvl", "internvl_moe", "llama4_vl"), LOADED),
+        **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl"), LOADED),
         **dict.fromkeys(("qwen2_5_omni", "qwen3_omni"), SILENT),
     },
 }
