@@ -8,6 +8,7 @@ proved as well: a tensor that a family does not name is an error.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -182,9 +183,9 @@ def args_of(converted: Path, impl: str) -> dict[str, Any]:
 def test_megatron_core_and_transformers_compute_the_same_logits(
     case: str, work: Path, made: Callable[[str], Path]
 ) -> None:
-    """In each dialect, of a conversion and of a model that Megatron-Core saved. The model of
-    transformers comes back bit for bit, also config.json: a config that mckpt writes from the args
-    describes the same model.
+    """In each dialect, of a conversion, and in the first one, of a model that Megatron-Core saved.
+    The model of transformers comes back bit for bit, also config.json: a config that mckpt writes
+    from the args describes the same model. The tables of JUDGED have both in each dialect.
     """
     source, tokens = made(case), made_models.tokens(case)
     names = dialects(case)
@@ -210,6 +211,8 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
         assert result["unread"] == []
         expect_same(reference, result["logits"], "forward", case, form, str(parallel), dialect)
         expect_back(source, out)
+        if dialect != names[0] and "JUDGED" not in os.environ:
+            continue
         result = ask("save", destination=saved, args=args_of(out, impl), **given)
         mckpt.plan(mckpt.Checkpoint.open(saved, known), back, format="hf").run()
         judge, found = "saved by megatron-core", tiny.hf_logits(back, tokens)
