@@ -7,7 +7,6 @@ planned, proved, written and continued as any other conversion, and no input is 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from mckpt import formats
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.checkpoint.logical import Reader
 from mckpt.editing import schedules
+from mckpt.editing.pieces import digest_of
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.megatron.optimizer import MASTER, is_state
 from mckpt.formats.megatron.save_directory import iterations_of
@@ -81,18 +81,12 @@ class Averaging(Addition):
         """Returns the manifest's entry: what was summed, without paths."""
         inputs = []
         for one, coefficient in zip(self.inputs, self.coefficients, strict=True):
-            headers = hashlib.sha256()
-            layout = self._read(one)
-            for s in layout.stored:
-                for array in (s.layer, s.expert, s.file, s.at):
-                    headers.update(np.ascontiguousarray(array).tobytes())
-                headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
             iteration = one.files.iteration
             inputs.append(
                 {
                     "coefficient": coefficient.hex(),
                     "format": one.format,
-                    "layout": headers.hexdigest(),
+                    "layout": digest_of(self._read(one)),
                     **({} if iteration is None else {"iteration": iteration}),
                 }
             )

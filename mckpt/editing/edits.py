@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
+from mckpt.editing.pieces import is_made
 from mckpt.errors import UsageError
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import proved
@@ -79,8 +80,7 @@ class Editing(Addition):
     @property
     def made_of(self) -> Mapping[str, Sequence[str]]:
         """Returns the files of new values, which are made of those of the source."""
-        own = self.source.layout.files
-        return {file: () for file in self._layout.files if file not in own}
+        return {file: () for file in self._layout.files if is_made(file)}
 
     def dims(self, dims: Dims) -> Dims:
         return reduce(lambda found, edit: edit.dims(found), self.edits, dims)

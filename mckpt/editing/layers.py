@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mckpt.editing.edits import EXACT, KEPT, Edit
-from mckpt.editing.pieces import again, is_moment
+from mckpt.editing.pieces import again, is_moment, zeroed
 from mckpt.errors import UsageError, counted
-from mckpt.geometry.box import ZEROS, Layout, Piece, Stored, row_major
-from mckpt.lazy import numpy as np
+from mckpt.geometry.box import ZEROS, Layout, Stored
 from mckpt.mapping import Dims
 
 LAYER = "{layer}"
@@ -135,12 +134,9 @@ def _silent(
     if heard:
         yield from again(replace(s, pieces=heard, view=s.view or bool(quiet)), rows)
     for name in sorted(quiet) if rows and not s.replica else ():
-        boxes = [p for p in s.pieces if p.tensor == name and not p.copy]
-        for box in (p.box for p in boxes):
-            layer, expert = ([new for _, new in rows], [int(s.expert[row]) for row, _ in rows])
-            where = np.array([layer, expert, [zeros] * len(rows), [0] * len(rows)], "i8")
-            piece = Piece(name, box, 0, row_major(box.shape))
-            yield Stored(f"{s.key} of a silent layer", s.dtype, box.shape, (piece,), *where)
+        for piece in (p for p in s.pieces if p.tensor == name and not p.copy):
+            for one in again(s, rows):
+                yield zeroed(one, piece, name, s.dtype, zeros)
 
 
 def ranges(value: Any) -> list[int]:

@@ -6,14 +6,15 @@ import atexit
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mckpt.formats.megatron.optimizer import MASTER
-from mckpt.geometry.box import Box, Layout, Piece, Stored
+from mckpt.geometry.box import ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
 
+FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
 _files: dict[str, Path] = {}  # of new values, by the digest of their content
 
 
@@ -32,6 +33,73 @@ def again(s: Stored, rows: Sequence[tuple[int, int]]) -> Iterator[Stored]:
 def is_moment(name: str) -> bool:
     """Returns whether a logical tensor is a state of the optimizer that is not a master copy."""
     return "@" in name and not name.endswith(f"@{MASTER}")
+
+
+def kinds_of(layout: Layout) -> dict[str, dict[str, str]]:
+    """Returns the states that the optimizer has of each logical tensor: kind -> dtype."""
+    found: dict[str, dict[str, str]] = {}
+    for s in layout.stored:
+        for weight, at, kind in (p.tensor.partition("@") for p in s.pieces):
+            own = found.setdefault(weight, {})
+            own |= {kind: s.dtype} if at else {}
+    return found
+
+
+def only(stored: Iterable[Stored], keep: Callable[[str], bool]) -> Iterator[Stored]:
+    """Yields stored tensors with those of their pieces whose logical name is kept."""
+    for s in stored:
+        pieces = tuple(p for p in s.pieces if keep(p.tensor))
+        if len(pieces) == len(s.pieces):
+            yield s
+        elif pieces:
+            yield replace(s, pieces=pieces, view=True)
+
+
+def parted(s: Stored, wanted: Callable[[str, int, int], bool]) -> tuple[list[Stored], list[Stored]]:
+    """Returns the parts of stored tensors that hold the wanted weights and their states, and the
+    rest.
+
+    wanted: is given the template of a weight, the layer and the expert.
+    """
+    names = sorted({p.tensor for p in s.pieces})
+    rows_of: dict[frozenset[str], list[tuple[int, int]]] = {}
+    for row, place in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+        here = frozenset(name for name in names if wanted(name.partition("@")[0], *place))
+        rows_of.setdefault(here, []).append((row, place[0]))
+    found, rest = list[Stored](), list[Stored]()
+    for here, numbers in rows_of.items():
+        part = list(again(s, numbers))
+        found += only(part, here.__contains__)
+        rest += only(part, lambda name, here=here: name not in here)  # type: ignore[misc]
+    return found, rest
+
+
+def zeroed(s: Stored, piece: Piece, name: str, dtype: str, zeros: int) -> Stored:
+    """Returns zeros for the box of a piece, under a logical name. zeros: the number of ZEROS."""
+    where = np.array([s.layer, s.expert, [zeros] * len(s), [0] * len(s)], "i8")
+    own = Piece(name, piece.box, 0, row_major(piece.box.shape))
+    return Stored(f"zeros in place of {s.key}", dtype, piece.box.shape, (own,), *where)
+
+
+def with_new_states(layout: Layout, wanted: Mapping[str, Mapping[str, str]]) -> Layout:
+    """Returns the weights of a layout with new states: moments of zero, and master copies that
+    equal the weights.
+
+    wanted: the kinds of each weight's states, and their dtypes.
+    """
+    files, stored = [*layout.files], list(only(layout.stored, lambda name: "@" not in name))
+    for s in [*stored]:
+        for piece in (p for p in s.pieces if not (p.copy or s.replica)):
+            for kind, dtype in wanted.get(piece.tensor, {}).items():
+                name = f"{piece.tensor}@{kind}"
+                if is_moment(name):
+                    stored.append(zeroed(s, piece, name, dtype, number_of(files, ZEROS)))
+                    continue
+                own = (piece._replace(tensor=name),)
+                wide = s.stored_as if s.stored_as != dtype else None
+                stored.append(replace(s, dtype=dtype, pieces=own, rounded_from=wide, view=True))
+    shapes = {p.tensor: layout.shapes[p.tensor.partition("@")[0]] for s in stored for p in s.pieces}
+    return replace(layout, files=files, stored=stored, shapes=shapes)
 
 
 def under(layout: Layout, names: Mapping[str, str]) -> Layout:
@@ -62,11 +130,45 @@ def rows(piece: Piece, low: int, high: int) -> Iterator[Piece]:
         )
 
 
+def new_values(
+    key: str, name: str, layer: int, box: Box, dtype: str, file: int, at: int = 0
+) -> Stored:
+    """Returns a box of a logical tensor that no checkpoint has.
+
+    file: the number of ZEROS, or of a file that has float32 from byte `at` on.
+    """
+    piece = Piece(name, box, 0, row_major(box.shape))
+    where = np.array([[layer], [0], [file], [at]], "i8")
+    return Stored(key, dtype, box.shape, (piece,), *where)
+
+
+def number_of(files: list[str], path: str | Path) -> int:
+    """Returns the number of a file among those of a layout, to which it is added if it is new."""
+    if str(path) not in files:
+        files.append(str(path))
+    return files.index(str(path))
+
+
+def is_made(file: str) -> bool:
+    """Returns whether a file is one of `file_of`."""
+    return Path(file).parent.name.startswith(FOLDER)
+
+
+def digest_of(layout: Layout) -> str:
+    """Returns a digest of the places of the tensors of a layout."""
+    headers = hashlib.sha256()
+    for s in layout.stored:
+        for array in (s.layer, s.expert, s.file, s.at):
+            headers.update(np.ascontiguousarray(array).tobytes())
+        headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
+    return headers.hexdigest()
+
+
 def file_of(content: bytes) -> Path:
     """Returns the temporary file with this content, which is removed when the process ends."""
     digest = hashlib.sha256(content).hexdigest()
     if digest not in _files:
-        directory = tempfile.mkdtemp(prefix="mckpt-new-rows-")
+        directory = tempfile.mkdtemp(prefix=FOLDER)
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         _files[digest] = Path(directory, f"{digest[:16]}.bin")
         _files[digest].write_bytes(content)

@@ -4,6 +4,7 @@
 - untie
 - kv_heads: {times: 2}
 - vocab: {size: 151936, init: mean}
+- graft: {from: BASE, take: mtp}   mtp, tower, head, embedding, layers.RANGES or a pattern
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mckpt.editing.edits import Edit
+from mckpt.editing.grafting import Graft
 from mckpt.editing.heads import RepeatHeads, Untie
 from mckpt.editing.layers import Layers
 from mckpt.editing.vocabulary import Vocabulary
@@ -61,4 +63,5 @@ EDITS: dict[str, type[Edit]] = {
     "untie": Untie,
     "kv_heads": RepeatHeads,
     "vocab": Vocabulary,
+    "graft": Graft,
 }
