@@ -212,7 +212,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 ignored = {k: why for k, why in layout.ignored.items() if k not in optimizer.keys}
                 layout = replace(layout, ignored=ignored)
             if self.files.options.no_mtp and self.is_megatron:
-                layout = _without_mtp(layout, self.model.dims["num_layers"])
+                layout = without_mtp_layers(layout, self.model.dims["num_layers"])
             layout = layout if self.carried is None else carried.joined(layout, self.carried)
             return layout if self.merging is None else self.merging.layout(layout)
         except (SourceError, CoverError) as e:
@@ -299,7 +299,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return type(self), (*parts, self.allow_overflow)
 
 
-def _without_mtp(layout: Layout, num_layers: int) -> Layout:
+def without_mtp_layers(layout: Layout, num_layers: int) -> Layout:
     """Returns a layout without the layers of multi-token prediction, which follow those of the
     decoder.
     """

@@ -11,6 +11,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import EXACT, KEPT, Edit
 from mckpt.editing.layers import LAYER, NOT_BY_LAYER, ranges
 from mckpt.editing.pieces import (
+    ADAM,
     again,
     digest_of,
     kinds_of,
@@ -22,14 +23,12 @@ from mckpt.editing.pieces import (
     with_new_states,
 )
 from mckpt.errors import UsageError
-from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims, equal, plain
 from mckpt.mapping.schema import CARRIED, schema
 
 MTP, TOWER, HEAD, EMBEDDING = "mtp", "tower", "head", "embedding"
-ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # states that new weights can have
 # dims that may be others in the other checkpoint
 FREE = {"num_layers", "mtp_layers", "tied", "vocab_size", "max_positions"}
 BY_ROW = ("embed.", "lm_head.")  # start the names of tensors with a row for each token

@@ -83,13 +83,7 @@ class Layers(Edit):
                 f"layers: {', '.join(map(str, wrong)) or 'none'} of {counted(count, 'layer')},"
                 f" which are numbered from 0 to {count - 1}"
             )
-        for name, why in (
-            ("encoder_layers", "an encoder, whose layers no edit changes"),
-            ("layer_embed_dim", "an embedding that has a part for each layer"),
-            ("kv_sharing_layers", "layers that take the keys of an earlier layer"),
-        ):
-            if dims.get(name):
-                raise UsageError(f"layers: the model has {why} ({name} {dims[name]})")
+        refuse_apart("layers", dims)
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         count = dims["num_layers"]
@@ -123,6 +117,17 @@ class Layers(Edit):
             dropped=dropped,
             ignored={**layout.ignored, **dropped},
         )
+
+
+def refuse_apart(edit: str, dims: Dims) -> None:
+    """Raises UsageError for a model whose layers are parts of more than a decoder."""
+    for name, why in (
+        ("encoder_layers", "an encoder, whose layers no edit changes"),
+        ("layer_embed_dim", "an embedding that has a part for each layer"),
+        ("kv_sharing_layers", "layers that take the keys of an earlier layer"),
+    ):
+        if dims.get(name):
+            raise UsageError(f"{edit}: the model has {why} ({name} {dims[name]})")
 
 
 def _silent(

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mckpt.formats.megatron.optimizer import MASTER
-from mckpt.geometry.box import ZEROS, Box, Layout, Piece, Stored, row_major
+from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
 
+ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
 FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
 _files: dict[str, Path] = {}  # of new values, by the digest of their content
 
@@ -78,7 +79,7 @@ def zeroed(s: Stored, piece: Piece, name: str, dtype: str, zeros: int) -> Stored
     """Returns zeros for the box of a piece, under a logical name. zeros: the number of ZEROS."""
     where = np.array([s.layer, s.expert, [zeros] * len(s), [0] * len(s)], "i8")
     own = Piece(name, piece.box, 0, row_major(piece.box.shape))
-    return Stored(f"zeros in place of {s.key}", dtype, piece.box.shape, (own,), *where)
+    return Stored(f"{NEW}zeros in place of {s.key}", dtype, piece.box.shape, (own,), *where)
 
 
 def with_new_states(layout: Layout, wanted: Mapping[str, Mapping[str, str]]) -> Layout:
@@ -131,15 +132,17 @@ def rows(piece: Piece, low: int, high: int) -> Iterator[Piece]:
 
 
 def new_values(
-    key: str, name: str, layer: int, box: Box, dtype: str, file: int, at: int = 0
+    files: list[str], path: str, name: str, layer: int, box: Box, dtype: str, at: int = 0
 ) -> Stored:
     """Returns a box of a logical tensor that no checkpoint has.
 
-    file: the number of ZEROS, or of a file that has float32 from byte `at` on.
+    files: those of the layout, to which a new one is added. path: of a file that has float32 from
+        byte `at` on, or ZEROS.
     """
     piece = Piece(name, box, 0, row_major(box.shape))
-    where = np.array([[layer], [0], [file], [at]], "i8")
-    return Stored(key, dtype, box.shape, (piece,), *where)
+    where = np.array([[layer], [0], [number_of(files, path)], [at]], "i8")
+    wide = None if path == ZEROS or dtype == "float32" else "float32"
+    return Stored(f"{NEW}{name}", dtype, box.shape, (piece,), *where, rounded_from=wide)
 
 
 def number_of(files: list[str], path: str | Path) -> int:

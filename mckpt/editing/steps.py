@@ -4,6 +4,7 @@
 - untie
 - kv_heads: {times: 2}
 - vocab: {size: 151936, init: mean}
+- mtp: {add: 1}                  or {drop: true}
 - graft: {from: BASE, take: mtp}   mtp, tower, head, embedding, layers.RANGES or a pattern
 """
 
@@ -15,6 +16,7 @@ from mckpt.editing.edits import Edit
 from mckpt.editing.grafting import Graft
 from mckpt.editing.heads import RepeatHeads, Untie
 from mckpt.editing.layers import Layers
+from mckpt.editing.multi_token import MultiToken
 from mckpt.editing.vocabulary import Vocabulary
 from mckpt.errors import UsageError
 from mckpt.mapping import Dims
@@ -64,4 +66,5 @@ EDITS: dict[str, type[Edit]] = {
     "kv_heads": RepeatHeads,
     "vocab": Vocabulary,
     "graft": Graft,
+    "mtp": MultiToken,
 }

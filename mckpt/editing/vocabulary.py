@@ -15,7 +15,7 @@ from mckpt.editing.edits import KEPT, Edit
 from mckpt.editing.pieces import file_of, is_moment, rows
 from mckpt.errors import UsageError, counted
 from mckpt.formats.hf_config import FAST_TOKENIZER
-from mckpt.geometry.box import ZEROS, Box, Layout, Piece, Stored, row_major
+from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims
 
@@ -120,7 +120,7 @@ class Vocabulary(Edit):
             piece = Piece(name, box, 0, row_major(box.shape))
             where = np.array([[0], [0], [file], [at]], "i8")
             wide = None if moment or dtype == "float32" else "float32"
-            key = f"new rows of {name}"
+            key = f"{NEW}rows of {name}"
             stored.append(Stored(key, dtype, box.shape, (piece,), *where, rounded_from=wide))
         return replace(layout, files=files, stored=stored)
 

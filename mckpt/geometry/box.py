@@ -143,6 +143,7 @@ class Stored:
 # The file of tensors that a source does not have and whose values are known (`absent` of a rule).
 # It has a zero at each byte and no end.
 ZEROS = "/dev/zero"
+NEW = "new: "  # starts the keys of tensors that an edit makes
 
 
 @dataclass(eq=False)
@@ -162,9 +163,12 @@ class Layout:
         return [file for file in self.files if file != ZEROS]
 
     def filled(self) -> list[Stored]:
-        """Returns the stored tensors whose values are known and in no file of the checkpoint."""
+        """Returns the stored tensors whose values are known and in no file of the checkpoint,
+        without those that an edit makes.
+        """
         number = self.files.index(ZEROS) if ZEROS in self.files else -1
-        return [s for s in self.stored if len(s) and s.file[0] == number]
+        filled = (s for s in self.stored if len(s) and s.file[0] == number)
+        return [s for s in filled if not s.key.startswith(NEW)]
 
     @property
     def num_tensors(self) -> int:

@@ -198,3 +198,121 @@ def test_a_graft_that_cannot_be_done_names_the_line(
     recipe, out = written(f"- graft: {graft}", tmp_path), tmp_path / "out"
     refused(2, *words, args=("edit", src, out, "--recipe", recipe))
     assert not out.exists()
+
+
+def with_mtp(own: Tensors, count: int) -> Tensors:
+    """Returns the tensors with a layer of multi-token prediction, made of the last one."""
+    start, new = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    out = own | {n.replace(start, new): t for n, t in own.items() if n.startswith(start)}
+    end = own["model.norm.weight"]
+    out |= {f"{new}{name}.weight": np.ones_like(end) for name in ("enorm", "hnorm")}
+    out[f"{new}shared_head.norm.weight"] = end
+    width = len(end)
+    zeros, identity = np.zeros((width, width)), np.eye(width)
+    out[f"{new}eh_proj.weight"] = np.concatenate([zeros, identity], 1).astype(end.dtype)
+    return out
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "qwen3-tied", "mixtral"])
+def test_a_layer_of_multi_token_prediction_is_made_and_dropped(case: str, tmp_path: Path) -> None:
+    src = tiny.tiny_random(case, tmp_path / "src", num_nextn_predict_layers=0)
+    own, dims = weights(src), mckpt.open(src).dims
+    count = dims["num_layers"]
+    expected = with_mtp(own, count)
+    if case == "deepseek-v3":
+        expected[f"model.layers.{count}.embed_tokens.weight"] = own["model.embed_tokens.weight"]
+        expected[f"model.layers.{count}.shared_head.head.weight"] = own["lm_head.weight"]
+    recipe, out = written("- mtp: {add: 1}\n", tmp_path), tmp_path / "out"
+    said = good("edit", src, out, "--recipe", recipe)
+    assert "edited, exact: 1 layer of multi-token prediction more" in said.err
+    assert "no layer computes" not in said.err
+    same(out, expected)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    sizes: dict[str, Any] = {"tp": 2, "pp": 2} | ({} if case == "qwen3-tied" else SIZES)
+    mckpt.convert(src, tmp_path / "dist", **sizes)
+    mckpt.edit(tmp_path / "dist", tmp_path / "megatron", recipe, tp=1, pp=2)
+    assert not mckpt.diff(out, tmp_path / "megatron")
+    assert mckpt.check(tmp_path / "megatron").verdict == "sound"
+    drop = written("- mtp: {drop: true}\n", tmp_path)
+    for number, with_layer in enumerate((out, tmp_path / "megatron")):
+        without = tmp_path / f"without{number}"
+        good("edit", with_layer, without, "--recipe", drop, "--format", "hf")
+        same(without, own)
+        assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_the_main_model_computes_the_same_with_a_new_layer(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    src = tiny.tiny_random("qwen3-tied", tmp_path / "src")
+    recipe = written("- mtp: {add: 2}\n", tmp_path)
+    mckpt.edit(src, tmp_path / "out", recipe)
+    tokens = torch.arange(40)[None] % 190
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(tokens).logits
+            for path in (src, tmp_path / "out")
+        )
+    assert before.equal(after)  # to the last bit
+
+
+def test_norms_that_are_stored_less_1_are_0(tiny_model: tiny.TinyModel, tmp_path: Path) -> None:
+    src = tiny_model("qwen3_next")
+    assert mckpt.open(src).dims["norm_offset"]
+    mckpt.edit(src, tmp_path / "out", written("- mtp: {add: 1}\n", tmp_path), format="torch_dist")
+    made = states(tmp_path / "out")
+    count = mckpt.open(src).dims["num_layers"]
+    for name in ("embed_norm", "hidden_norm"):
+        assert not made[f"layers.{count}.mtp.{name}.weight"].any()
+    one = made[f"layers.{count - 1}.attn.o.weight"]
+    assert made[f"layers.{count}.attn.o.weight"].tobytes() == one.tobytes()
+
+
+def test_a_new_layer_has_the_states_of_an_optimizer(tmp_path: Path) -> None:
+    src = tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "src")
+    recipe, out = written("- mtp: {add: 1}\n", tmp_path), tmp_path / "out"
+    mckpt.edit(src, out, recipe, format="torch_dist", tp=1, pp=2)
+    before, after = states(src), states(out)
+    new = {name for name in after if name.startswith("layers.2.")}
+    assert after.keys() - new == before.keys()
+    kinds = {name.partition("@")[2] for name in new}
+    assert kinds == {"", "master", "exp_avg", "exp_avg_sq"}
+    width = len(before["final_norm.weight"])
+    made = {
+        "mtp.embed_norm.weight": np.ones(width),
+        "mtp.hidden_norm.weight": np.ones(width),
+        "mtp.proj.weight": np.eye(width, 2 * width, width),
+    }
+    for name, values in after.items():
+        weight, _, kind = name.partition("@")
+        rest = weight.removeprefix("layers.2.")
+        if name not in new:
+            wanted = before[name]
+        elif rest in made:
+            wanted = (made[rest] * (not kind.startswith("exp"))).astype(values.dtype)
+        elif rest == "mtp.norm.weight":
+            wanted = before[name.replace(weight, "final_norm.weight")]
+        else:
+            wanted = before[name.replace("layers.2.", "layers.1.")]
+        assert values.tobytes() == wanted.tobytes(), name
+    assert mckpt.check(out).verdict == "sound"
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe", "words"),
+    [
+        ("qwen3", "{drop: true}", ["recipe.yaml:1", "has no layers of multi-token prediction"]),
+        ("qwen3", "{add: 0}", ["wants add, a number of layers, or drop: true"]),
+        ("qwen3", "{add: 1, drop: true}", ["wants add"]),
+        ("gpt2", "{add: 1}", ["mtp_layers is 1", "--allow-inexact"]),
+        ("mamba2", "{add: 1}", ["the last layer of the model is `mamba`"]),
+    ],
+)
+def test_a_model_without_such_layers_is_refused(
+    case: str, recipe: str, words: list[str], tiny_model: tiny.TinyModel, tmp_path: Path
+) -> None:
+    path, out = written(f"- mtp: {recipe}", tmp_path), tmp_path / "out"
+    code = 4 if case == "gpt2" else 2
+    refused(code, *words, args=("edit", tiny_model(case), out, "--recipe", path))
+    assert not out.exists()
