@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.editing.edits import edited
 from mckpt.editing.methods import METHODS, Chosen, Setting, merged
+from mckpt.editing.stacking import Stack
 from mckpt.errors import UsageError
 from mckpt.mapping import nodes
 from mckpt.mapping.nodes import Node
@@ -25,6 +27,7 @@ DTYPES: Mapping[str, Literal["bf16", "fp16", "fp32"]] = {
 # parameters that change nothing if they have this value, or any (None), and the method has them not
 NEUTRAL = {"int8_mask": None, "nuslerp_flatten": True, "nuslerp_row_wise": False}
 NEUTRAL |= {"filter_wise": False, "rescale": False}
+PASSTHROUGH = "passthrough"
 RENAMED = {"normalize_weights": "normalize"}
 
 
@@ -49,7 +52,20 @@ class Recipe:
         return merged(inputs, self.how, options.summed == "masters", self.base)
 
 
-def read(options: AverageOptions, sources: Sequence[Any]) -> Recipe:
+@dataclass(frozen=True)
+class Passthrough:
+    """Layers of several checkpoints, one after the other."""
+
+    paths: tuple[str, ...]  # that of the first layer is the first one
+    order: tuple[tuple[int, int], ...]  # for each new layer, the number of a path and of a layer
+    dtype: Literal["bf16", "fp16", "fp32"] | None
+
+    def made(self, inputs: Sequence[Checkpoint], options: AverageOptions) -> Checkpoint:
+        """Returns the new model. Raises UsageError for models of other shapes."""
+        return edited(inputs[0], [Stack.made(self.order, inputs[1:])])
+
+
+def read(options: AverageOptions, sources: Sequence[Any]) -> Recipe | Passthrough:
     """Reads the file that --recipe names. Raises UsageError, and MappingError for bad YAML."""
     assert options.recipe is not None
     if sources:
@@ -58,7 +74,11 @@ def read(options: AverageOptions, sources: Sequence[Any]) -> Recipe:
     if given := [name for name in others.split() if getattr(options, name)]:
         raise UsageError(f"--{given[0].replace('_', '-')}: the recipe has it; leave it out")
     root, _ = nodes.parse(Path(options.recipe))
-    return _recipe(root, options.arithmetic)
+    return (
+        _passthrough(root)
+        if root.get("merge_method") == PASSTHROUGH
+        else _recipe(root, options.arithmetic)
+    )
 
 
 def _refuse(node: Node, key: str, why: str) -> NoReturn:
@@ -77,7 +97,7 @@ def _recipe(root: Node, arithmetic: str) -> Recipe:
     )
     name = root.get("merge_method")
     if not isinstance(name, str) or name not in METHODS:
-        known = ", ".join(METHODS)
+        known = ", ".join((*METHODS, PASSTHROUGH))
         where = root.lines.get("merge_method", "--recipe")
         raise UsageError(f"{where}: merge_method: {name!r}; mckpt has {known}")
     if root.get("tokenizer_source", "base") != "base":
@@ -99,13 +119,48 @@ def _recipe(root: Node, arithmetic: str) -> Recipe:
     each = [own for _, own in found[has_base:]]
     how = Chosen(name, _settings(root, name), each, has_base, arithmetic, root.get("dtype"))
     how.check(dict(_lines(root)))
+    paths = tuple(path for path, _ in found)
+    first = paths.index(base) if base is not None else 0
+    return Recipe(paths, first, how, _dtype(root), layers)
+
+
+def _dtype(root: Node) -> Literal["bf16", "fp16", "fp32"] | None:
+    """Returns the dtype of the result."""
     kinds = [key for key in ("out_dtype", "dtype") if root.get(key) is not None]
     for key in kinds:
         if root[key] not in DTYPES:
             _refuse(root, key, f"{root[key]!r}; mckpt has {', '.join(DTYPES)}")
-    paths = tuple(path for path, _ in found)
-    first = paths.index(base) if base is not None else 0
-    return Recipe(paths, first, how, DTYPES[root[kinds[0]]] if kinds else None, layers)
+    return DTYPES[root[kinds[0]]] if kinds else None
+
+
+def _passthrough(root: Node) -> Passthrough:
+    """Reads slices, each of which has some layers of one checkpoint."""
+    _known(root, "merge_method slices dtype out_dtype tokenizer_source base_model")
+    paths, order = list[str](), list[tuple[int, int]]()
+    slices = root.get("slices")
+    if not isinstance(slices, list) or not slices:
+        raise UsageError(f"{root.lines['merge_method']}: passthrough: wants slices of layers")
+    for one in slices:
+        sources = one.get("sources") if isinstance(one, Node) else None
+        if not isinstance(sources, list) or len(sources) != 1 or not isinstance(sources[0], Node):
+            _refuse(root, "slices", "each slice of passthrough has one source")
+        (node,) = sources
+        _known(node, "model layer_range")
+        path = _path(node, "model")
+        paths += [path] * (path not in paths)
+        span = node.get("layer_range")
+        if (
+            not isinstance(span, list)
+            or [type(n) for n in span] != [int, int]
+            or span[0] >= span[1]
+        ):
+            _refuse(node, "layer_range" if span else "model", "wants layer_range: [FIRST, END]")
+        order += [(paths.index(path), layer) for layer in range(*span)]
+    if root.get("base_model", paths[0]) != paths[0]:
+        _refuse(
+            root, "base_model", f"config and tokenizer are those of the first model, {paths[0]}"
+        )
+    return Passthrough(tuple(paths), tuple(order), _dtype(root))
 
 
 def _models(root: Node, layers: dict[str, int]) -> Iterator[Node]:

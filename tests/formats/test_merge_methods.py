@@ -478,6 +478,72 @@ def test_the_plan_prints_the_formula(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+PASSTHROUGH = """\
+merge_method: passthrough
+slices:
+  - sources:
+      - model: {0}
+        layer_range: [0, 3]
+  - sources:
+      - model: {1}
+        layer_range: [1, 4]
+  - sources:
+      - model: {0}
+        layer_range: [2, 3]
+  - sources:
+      - model: {2}
+        layer_range: [3, 4]
+dtype: {{dtype}}
+"""
+ORDER = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (0, 2), (2, 3)]
+
+
+def test_passthrough_takes_each_layer_from_its_model(tmp_path: Path) -> None:
+    """Before the layers, the tensors are those of the first model, and behind them of the last."""
+    inputs = models(tmp_path, "bfloat16")
+    held = [loaded(one) for one in inputs]
+    mckpt.convert(inputs[1], tmp_path / "megatron", tp=2, pp=2)
+    mixed = [inputs[0], tmp_path / "megatron", inputs[2]]
+    file = recipe(tmp_path / "r.yaml", PASSTHROUGH.replace("{{dtype}}", "bfloat16"), mixed)
+    said = good("merge", "--recipe", file, tmp_path / "out")
+    assert "kept: 8 layers of 3 models" in said.err
+    found = loaded(tmp_path / "out")
+    expected = {
+        name: held[0 if "embed" in name else 2][name] for name in held[0] if ".layers." not in name
+    }
+    for new, (model, old) in enumerate(ORDER):
+        start = f"model.layers.{old}."
+        own = (name for name in held[0] if name.startswith(start))
+        expected |= {n.replace(start, f"model.layers.{new}."): held[model][n] for n in own}
+    assert found.keys() == expected.keys()
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 8
+    good("merge", "--recipe", file, tmp_path / "parallel", "--format", "torch_dist", "--tp", "2")
+    assert not mckpt.diff(tmp_path / "out", tmp_path / "parallel")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[1, 4]", "[1, 5]", "layers: 4 of 4 layers"),
+        ("[1, 4]", "[4, 1]", "r.yaml:8: layer_range: wants"),
+        ("        layer_range: [2, 3]\n", "", "r.yaml:10: model: wants layer_range"),
+        ("dtype:", "parameters: {{scale: 2}}\ndtype:", "r.yaml:15: parameters"),
+        ("dtype:", "base_model: {1}\ndtype:", "r.yaml:15: base_model: config"),
+        ("      - model: {2}", "      - model: {0}\n      - model: {2}", "one source"),
+    ],
+)
+def test_what_passthrough_cannot_have_is_refused(
+    old: str, new: str, words: str, tmp_path: Path
+) -> None:
+    text = PASSTHROUGH.replace(old, new).replace("{{dtype}}", "bfloat16")
+    file = recipe(tmp_path / "r.yaml", text, models(tmp_path, "bfloat16"))
+    with pytest.raises(UsageError, match=words):
+        mckpt.merge([], tmp_path / "out", recipe=file)
+    assert not (tmp_path / "out").exists()
+
+
 # ---- mergekit
 
 
@@ -528,6 +594,20 @@ def test_mergekit_computes_the_same_in_float32(method: str, tmp_path: Path) -> N
         # mergekit ends the search for the mean where a step is shorter than 1e-5
         atol = 5e-5 if method == "karcher" else 2e-6
         np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MERGEKIT, reason="MERGEKIT_PYTHON names no Python with mergekit")
+def test_passthrough_has_the_bits_of_mergekit(tmp_path: Path) -> None:
+    """Of Llama: mergekit gives other models a config.json that transformers 5 refuses."""
+    model = tiny.tiny_random("llama", tmp_path / "model", "bfloat16")
+    inputs = [noisy(model, tmp_path / f"llama{seed}", seed) for seed in range(3)]
+    text = PASSTHROUGH.replace("{{dtype}}", "bfloat16")
+    expected = by_mergekit(text.format(*inputs), tmp_path / "theirs")
+    mckpt.merge([], tmp_path / "ours", recipe=recipe(tmp_path / "r.yaml", text, inputs))
+    found = loaded(tmp_path / "ours")
+    assert found.keys() == expected.keys()
+    assert {n for n, t in found.items() if t.tobytes() != expected[n].tobytes()} == set()
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""The edit that takes each layer from one of several models, as mergekit's passthrough does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.editing.edits import KEPT, Edit
+from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers
+from mckpt.editing.pieces import again, digest_of, number_of, only
+from mckpt.errors import UsageError, counted
+from mckpt.geometry.box import Layout, Stored
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Dims, equal
+from mckpt.mapping.schema import CARRIED
+
+BEFORE = ("embed.", "positions.", "token_types.", CARRIED)  # of tensors before the layers
+
+
+@dataclass(frozen=True)
+class Stack(Edit):
+    """Layers of several models of one shape, one after the other.
+
+    order: for each new layer the number of its model and of the layer there. Model 0 is SRC. What
+        lies before the layers is that of the first layer's model, and what lies behind them that
+        of the last one's.
+    """
+
+    order: tuple[tuple[int, int], ...]
+    digests: tuple[str, ...]  # of the places of the others' tensors
+    others: tuple[Checkpoint, ...] = field(repr=False, compare=False)
+    contract = KEPT
+
+    @staticmethod
+    def of(given: dict[str, Any], dims: Dims) -> Stack:
+        raise ValueError("is written as a recipe of mergekit; see `mckpt merge --recipe`")
+
+    @staticmethod
+    def made(order: Sequence[tuple[int, int]], others: Sequence[Checkpoint]) -> Stack:
+        return Stack(tuple(order), tuple(digest_of(o.layout) for o in others), tuple(others))
+
+    @property
+    def words(self) -> str:
+        return f"{counted(len(self.order), 'layer')} of {counted(1 + len(self.others), 'model')}"
+
+    def dims(self, dims: Dims) -> Dims:
+        models = [dims, *(other.dims for other in self.others)]
+        for number, found in enumerate(models):
+            own = tuple((layer, False) for model, layer in self.order if model == number)
+            Layers(own).dims(found)  # refuses layers that there are not
+            if found["mtp_layers"]:
+                raise UsageError("passthrough: a model has layers of multi-token prediction")
+        lists = {n for n, v in dims.items() if isinstance(v, list | tuple)} - {*NOT_BY_LAYER}
+        for other, found in zip(self.others, models[1:], strict=True):
+            apart = [
+                f"{name}: {found[name]!r}, and {value!r} in the first model"
+                for name, value in dims.items()
+                if name not in lists and name != "num_layers" and not equal(found[name], value)
+            ]
+            if apart:
+                raise UsageError.of(f"{other.path}: is a model of other dims:", apart)
+        by_layer = {
+            name: [models[model][name][layer] for model, layer in self.order]
+            for name in lists
+            if len(dims[name]) == dims["num_layers"]
+        }
+        return {**dims, **by_layer, "num_layers": len(self.order)}
+
+    def layout(self, layout: Layout, dims: Dims) -> Layout:
+        files, stored, dropped = [*layout.files], list[Stored](), dict(layout.dropped)
+        for number, one in enumerate((layout, *(other.layout for other in self.others))):
+            numbers = np.array([number_of(files, file) for file in one.files], "i4")
+            places: dict[int, list[int]] = {}
+            for new, (model, old) in enumerate(self.order):
+                if model == number:
+                    places.setdefault(old, []).append(new)
+            for s in one.stored:
+                placed, held = replace(s, file=numbers[s.file]), s.layer.tolist()
+                if any(LAYER in p.tensor for p in s.pieces):
+                    at = [(row, n) for row, old in enumerate(held) for n in places.get(old, ())]
+                    kept, lost = list(again(placed, at)), {*held} - places.keys()
+                else:
+                    kept = list(only([placed], self._around(number)))
+                    lost = set() if kept else {0}
+                stored += kept
+                if number == 0 and not s.replica:
+                    dropped |= {
+                        s.key.format(layer=n, mtp=n, expert=0): "is not taken of the first model"
+                        for n in lost
+                    }
+        ignored = {**layout.ignored, **dropped}
+        return replace(layout, files=files, stored=stored, dropped=dropped, ignored=ignored)
+
+    def _around(self, number: int) -> Callable[[str], bool]:
+        """Returns whether a tensor outside of the layers is a model's own, by its logical name."""
+        first, last = self.order[0][0], self.order[-1][0]
+        return lambda name: number == (first if name.startswith(BEFORE) else last)
