@@ -275,7 +275,7 @@ def merge(
     schedule: Literal["linear", "minus-sqrt"] | None = None,
     reverse: bool = False,
     normalize: bool = False,
-    summed: Literal["weights", "masters"] = "weights",
+    summed: Literal["weights", "masters", "states"] = "weights",
     method: str | None = None,
     parameters: Mapping[str, Any] | None = None,
     arithmetic: Literal["float32", "mergekit"] = "float32",
@@ -290,7 +290,8 @@ def merge(
     schedule, reverse: coefficients that stand for a decay of the learning rate; the oldest
         checkpoint comes first.
     normalize: divides the coefficients by their sum.
-    summed: "masters" sums the fp32 master copies of an optimizer in the place of the weights.
+    summed: "masters" sums the fp32 master copies of an optimizer in the place of the weights, and
+        "states" all of its states with them.
     method, parameters: a method of mergekit in the place of the sum, and its parameters. The first
         checkpoint is the base model, if the method has one; `weights` are those of the others.
     arithmetic: "mergekit" rounds as mergekit does, for the methods linear and task_arithmetic.
@@ -300,8 +301,8 @@ def merge(
 
     The other keywords are those of `convert`. Each element is computed in float32 by fused
     multiply-adds in the order of the checkpoints, and rounded once. The optimizer's state is left
-    out. Raises MappingError for models of other dims, SourceError for other tensors, UsageError for
-    tensors that are quantised, and the errors of `convert`.
+    out without "states". Raises MappingError for models of other dims, SourceError for other
+    tensors, UsageError for tensors that are quantised, and the errors of `convert`.
     """
     from mckpt.editing import averaging, methods, recipes
 

@@ -532,9 +532,10 @@ class AverageOptions(Table, frozen=True):
     )
     reverse: bool = SUMMING("Take the coefficients of --schedule in reverse.", False)
     normalize: bool = SUMMING("Divide the coefficients by their sum.", False)
-    summed: Literal["weights", "masters"] = SUMMING(
+    summed: Literal["weights", "masters", "states"] = SUMMING(
         "weights: the sum of the weights. masters: that of the fp32 master copies of an optimizer,"
-        " so that each weight is rounded once.",
+        " so that each weight is rounded once. states: the same, and the optimizer's states are"
+        " summed too.",
         "weights",
         flags="--from",
     )

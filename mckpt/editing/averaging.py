@@ -44,6 +44,7 @@ class Averaging(Addition):
     coefficients: tuple[float, ...]  # of each input
     base: int  # its number
     masters: bool = False  # the fp32 master copies are summed, and not the weights
+    states: bool = False  # and all states of the optimizer
     term: ClassVar[str] = SUM  # the kind of the computation
 
     @property
@@ -59,11 +60,18 @@ class Averaging(Addition):
 
         Raises SourceError for inputs that do not have the same elements.
         """
-        return self._layout
+        return self._with_states if self.states and has_states(base) else self._layout
 
     @cached_property
     def _layout(self) -> Layout:
-        layouts = [self._read(one) for one in self.inputs]
+        return self._sum([self._read(one) for one in self.inputs])
+
+    @cached_property
+    def _with_states(self) -> Layout:
+        return self._sum([self._read(one, states=True) for one in self.inputs])
+
+    def _sum(self, layouts: Sequence[Layout]) -> Layout:
+        """Returns the sum of the layouts of the inputs."""
         base = layouts[self.base]
         files, others = list(base.files), dict[int, dict[Place, list[Matrix]]]()
         for number, layout in enumerate(layouts):
@@ -90,21 +98,23 @@ class Averaging(Addition):
                     **({} if iteration is None else {"iteration": iteration}),
                 }
             )
-        return {"average": {"inputs": inputs, "of": "masters" if self.masters else "weights"}}
+        of = "states" if self.states else "masters" if self.masters else "weights"
+        return {"average": {"inputs": inputs, "of": of}}
 
     @property
     def notes(self) -> list[str]:
         """Returns the contract of the values."""
         what = "master copies" if self.masters else "weights"
+        what += " and of the other states of the optimizer" * self.states
         listed, count = ", ".join(f"{c:.6g}" for c in self.coefficients), len(self.inputs)
         return [
             f"formula: each element is the sum of the {what} of {count} checkpoints times"
             f" {listed}: fused multiply-adds in float32 in this order, rounded once"
         ]
 
-    def _read(self, one: Checkpoint) -> Layout:
+    def _read(self, one: Checkpoint, states: bool = False) -> Layout:
         """Returns the layout of what is summed of one input: its weights, or the master copies
-        under their names.
+        under their names; and the states.
         """
         if not self.masters:
             return one.layout
@@ -129,7 +139,9 @@ class Averaging(Addition):
             )
         # a frozen weight has none, and is the same in all iterations
         for s in layout.stored:
-            rest = tuple(p for p in s.pieces if not is_state(p.tensor) and p.tensor not in held)
+            rest = tuple(
+                p for p in s.pieces if (states if is_state(p.tensor) else p.tensor not in held)
+            )
             if rest:
                 kept.append(replace(s, pieces=rest, view=True))
         names = {p.tensor for s in kept for p in s.pieces}
@@ -297,11 +309,12 @@ def average(
     inputs: Sequence[Checkpoint],
     coefficients: Sequence[float],
     base: int = 0,
-    masters: bool = False,
+    summed: str = "weights",
 ) -> Checkpoint:
     """Returns a checkpoint whose weights are the sum of those of several, times coefficients.
 
-    base: the number of the input whose args, config and tokenizer the result has.
+    base: the number of the input whose args, config and tokenizer the result has. summed: as in
+    AverageOptions.
 
     Raises UsageError for numbers that do not fit, and the errors of `Averaging.layout`.
     """
@@ -309,15 +322,27 @@ def average(
         raise UsageError(f"{len(coefficients)} weights are given for {len(inputs)} checkpoints")
     if not all(map(math.isfinite, coefficients)):
         raise UsageError(f"weights must be finite numbers, not {list(coefficients)}")
-    first = inputs[base]
-    summed = Averaging(tuple(inputs), tuple(map(float, coefficients)), base, masters)
-    out = replace(first, merging=summed)
+    states, given = summed == "states", tuple(map(float, coefficients))
+    if states and min(given) < 0:
+        raise UsageError(
+            "--from states: a negative coefficient could make a second moment negative"
+        )
+    total = Averaging(tuple(inputs), given, base, summed != "weights", states)
+    out = replace(inputs[base], merging=total)
     _ = out.layout
     return out
 
 
+def has_states(layout: Layout) -> bool:
+    return any(map(is_state, layout.shapes))
+
+
 def weights_alone(source: Checkpoint, target: TargetOptions) -> TargetOptions:
-    """Returns a target without the state of an optimizer, which belongs to one input alone."""
+    """Returns a target without the state of an optimizer, which belongs to one input alone, unless
+    it is summed too.
+    """
+    if isinstance(source.merging, Averaging) and source.merging.states:
+        return target
     alone = formats.get(target.format).megatron and bool(source.optimizer)
     return target.with_(no_optimizer=target.no_optimizer or alone)
 

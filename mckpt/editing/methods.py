@@ -263,13 +263,15 @@ def made(inputs: Sequence[Checkpoint], options: AverageOptions, base: int) -> Ch
 
     base: the number of the checkpoint whose format, args and config the result has.
     """
-    masters = options.summed == "masters"
     if options.method is not None:
+        masters = options.summed != "weights"
+        if options.summed == "states":
+            raise UsageError("--from states: is of sums; give --from masters with --method")
         return merged(inputs, chosen(options, len(inputs)), masters, base)
     for name in ("parameters", "arithmetic"):
         if getattr(options, name) != (None if name == "parameters" else "float32"):
             raise UsageError(f"--{name}: is of --method; give it as well")
-    return average(inputs, coefficients(options, len(inputs)), base, masters)
+    return average(inputs, coefficients(options, len(inputs)), base, options.summed)
 
 
 def merged(

@@ -49,7 +49,7 @@ class Recipe:
                     f"{line}: layer_range: ends at {count}, and the models have {layers} layers;"
                     " mckpt merges whole models"
                 )
-        return merged(inputs, self.how, options.summed == "masters", self.base)
+        return merged(inputs, self.how, options.summed != "weights", self.base)
 
 
 @dataclass(frozen=True)

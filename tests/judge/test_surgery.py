@@ -13,6 +13,7 @@ if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import mckpt
+from mckpt.errors import UsageError
 from tests.helpers import optimizer_samples, tiny
 from tests.helpers.judging import ask
 
@@ -65,6 +66,33 @@ def test_each_weight_is_the_rounded_average_of_the_master_copies(
     assert apart > 20  # the average of rounded weights is another one
     assert mckpt.open(tmp_path / "out").files.manifest["average"]["of"] == "masters"
     assert mckpt.check(tmp_path / "out").verdict == "sound"
+
+
+def test_the_states_of_the_optimizer_are_summed_on_request(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    import torch
+
+    coefficients = [0.25, 0.25, 0.5]
+    mckpt.merge(runs, tmp_path / "out", weights=coefficients, summed="states", tp=2)
+    mckpt.merge(runs, tmp_path / "masters", weights=coefficients, summed="masters")
+    sources = [mckpt.open(run).with_optimizer() for run in runs]
+    out = mckpt.open(tmp_path / "out").with_optimizer()
+    kinds = set[str]()
+    for name in out:
+        _, _, kind = name.partition("@")
+        if not kind:
+            continue
+        kinds.add(kind)
+        total = torch.zeros(out[name].shape)
+        for source, coefficient in zip(sources, coefficients, strict=True):
+            total.add_(torch.from_numpy(source[name][:].numpy()), alpha=coefficient)
+        assert out[name][:].numpy().tobytes() == total.numpy().tobytes(), name
+    assert kinds == {"master", "exp_avg", "exp_avg_sq"}
+    assert not mckpt.diff(tmp_path / "masters", tmp_path / "out")
+    assert mckpt.check(tmp_path / "out").verdict == "sound"
+    with pytest.raises(UsageError, match="could make a second moment negative"):
+        mckpt.merge(runs, tmp_path / "no", weights=[2, -0.5, -0.5], summed="states")
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
