@@ -57,6 +57,10 @@ class Addition(ABC):
         """Returns the dims of the changed model."""
         return dims
 
+    def family(self, family: MappingFile) -> MappingFile:
+        """Returns the family of the changed model. family: that of the model before."""
+        return family
+
     @abstractmethod
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with what is added to its pieces."""
@@ -171,6 +175,19 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         dims = self.model.dims
         return dims if self.merging is None else self.merging.dims(dims)
+
+    @cached_property
+    def family(self) -> MappingFile | None:
+        """Returns the family of the model; None if no config.json describes a Megatron
+        checkpoint.
+        """
+        family = self.model.family
+        return family if self.merging is None or family is None else self.merging.family(family)
+
+    @property
+    def changes_family(self) -> bool:
+        """Returns whether an edit makes a model of another family."""
+        return self.merging is not None and self.family is not self.model.family
 
     @property
     def edited(self) -> list[str]:

@@ -197,6 +197,8 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
         names.append("sequence_parallel")
     if source.files.options.no_mtp:
         names += decided.names.mapping.dims["mtp_layers"].keys
+    if "num_experts" in source.edited:  # the one of a dense model may be unfit for ep
+        names.append("moe_token_dispatcher_type")
     for name in source.edited:
         spec = decided.names.mapping.dims.get(name)
         names += spec.keys if spec else ()

@@ -74,7 +74,11 @@ def most_dtype(source: Checkpoint) -> str:
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
     """Returns the name and content of the user's family file, as it is kept beside a model."""
     name = source.model.options.mapping
-    return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
+    return (
+        None
+        if name is None or source.changes_family
+        else (Path(name).name, mapping.to_keep(name).encode())
+    )
 
 
 def named_by_user(source: Checkpoint, kept: bool) -> Facts:
@@ -84,7 +88,8 @@ def named_by_user(source: Checkpoint, kept: bool) -> Facts:
     file = mapping_to_keep(source) if kept else None
     if file is not None:
         return {"mapping_file": {"name": file[0], "digest": mapping.digest_of(file[1].decode())}}
-    return {"family": source.model.options.family} if source.model.options.family else {}
+    named = None if source.changes_family else source.model.options.family
+    return {"family": named} if named else {}
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,13 @@ def form_of(source: Checkpoint, family: MappingFile) -> str | None:
     keys = [row.key for row in carried.of(source.layout)]
     known = source.files.manifest if source.is_megatron else source.names.choices
     return family.form_of(keys, known.get("form"))
+
+
+def adopted_config(source: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of a model that an edit has moved to another family."""
+    before, family = source.model.family, source.family
+    assert before is not None and family is not None
+    return family.adopted(config, before, source.dims, source.edited)
 
 
 def text_notes(source: Checkpoint, whole: mapping.Tower | None = None) -> list[str]:

@@ -12,6 +12,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.plan_data import (
     Form,
+    adopted_config,
     dtypes_of_target,
     form_of,
     mapping_to_keep,
@@ -146,11 +147,14 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     """Returns the family, the config.json that describes the model with the user's corrections
     (None if there is none), and a note on the origin of both.
     """
-    described, family = source.files.described_by, source.model.family
+    described, family = source.files.described_by, source.family
     if described is None or family is None:
         chosen, note = choose_family(source)
         return chosen, None, note
     base = read_config(described)
+    if source.changes_family:
+        note = f"config.json is that of the source, as the family {family.name} has it (an edit)"
+        return family, adopted_config(source, base), note
     overruled, added = source.model.overruled, source.model.corrected(base)
     if source.edited:
         base = family.followed(base, source.model.dims, source.dims)
@@ -253,24 +257,10 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     if named := source.model.options.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
-    reasons: list[tuple[bool, int, str]] = []
-    fit = []
-    for name in mapping.names("hf"):
-        family = mapping.load("hf", name)
-        if mapping.is_part(family.forms):  # args do not describe the parts beside the text model
-            continue
-        if family.requires is not None and not family.requires(source.dims):
-            why = {"requires": f"it is for models where {family.requires.text}"}
-        else:
-            why = family.inexact(source.dims)
-        if why:
-            text = f"{name}: {'; '.join(why.values())}"
-            reasons.append(("requires" in why, len(why), text))
-        else:
-            fit.append(family)
-    best = [f for f in fit if f.canonical] or fit
+    found = mapping.families_for(source.dims)
+    best = found.best
     if len(best) == 1:
-        others = [f.name for f in fit if f is not best[0]]
+        others = [f.name for f in found.families if f is not best[0]]
         return best[0], f"family {best[0].name}" + (
             f", which computes the same as {', '.join(others)}"
             if others
@@ -283,6 +273,6 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         )
     raise MappingError.of(
         f"{source.path}: no family computes what its args describe:",
-        [text for *_, text in sorted(reasons)],  # the nearest family first
+        [f"{name}: {'; '.join(why.values())}" for name, why in found.others],
         "give --like HF_DIR, or --mapping FILE of your own family",
     )

@@ -20,6 +20,7 @@ from mckpt.conversion import optimizer
 from mckpt.conversion.args import Args, Decided, args_of, bridge_files
 from mckpt.conversion.plan_data import (
     Form,
+    adopted_config,
     dtypes_of_target,
     form_of,
     mapping_to_keep,
@@ -275,7 +276,7 @@ def _facts(decided: Decided, common: str, flags: dict[str, Any], keeps_mapping: 
     keeps_mapping: whether the user's family file is kept in DST/hf.
     """
     source, moved, target = decided.source, decided.moved, decided.target
-    family, kept = source.model.family, decided.optimizer
+    family, kept = source.family, decided.optimizer
     look = moved.opened.format.readable and decided.destination.rank0
     state = optimizer.facts(moved, look) if kept else None
     whole, keys = decided.names.mapping.whole, [row.key for row in carried.of(moved.layout)]
@@ -306,13 +307,14 @@ def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     trainer = target.towers or here
     if source.is_megatron and target.dialect is None and trainer == here:
         return source.mapping
-    family = source.model.family
+    family = source.family
     named = target.dialect
     if named is None and family is not None and trainer in family.towers:
         named = family.towers[trainer].dialect or None
     if named is None and source.is_megatron:
         named = mapping.text_dialect(source.mapping)
-    dialect = mapping.dialect_for(source.mapping, named, source.model.options.mapping)
+    of = family if source.changes_family else source.mapping
+    dialect = mapping.dialect_for(of, named, source.model.options.mapping)
     return dialect if trainer == BESIDE else _with_towers(source, dialect, trainer)
 
 
@@ -608,15 +610,16 @@ def _lost(
     program: dict[str, Any],
     target: TargetOptions,
 ) -> dict[str, str]:
-    """Returns the features that another dialect, or a new run_config.yaml, cannot express and that
-    the user accepts.
+    """Returns the features that another dialect, or a new run_config.yaml, cannot express, or the
+    same dialect of an edited model, and that the user accepts.
     """
-    if source.mapping.name == dialect.name:
-        new = target.run_config and source.args is not None
-        return refuse_inexact(lost_args(source) if new else {}, target, RUN_CONFIG)
-    before = source.mapping.inexact(dims, program)
+    same, new = source.mapping.name == dialect.name, target.run_config and source.args is not None
+    args = {} if same and not new else lost_args(source)
+    if same and not source.edited:
+        return refuse_inexact(args, target, RUN_CONFIG)
+    before = source.mapping.inexact(source.model.dims if source.edited else dims, program)
     after = dialect.inexact(dims, program)
-    lost = {name: why for name, why in after.items() if name not in before} | lost_args(source)
+    lost = {name: why for name, why in after.items() if name not in before} | args
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
 
@@ -651,7 +654,10 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if carried.of(source.layout):
         refuse_half_processor(kept_files, root)
     side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *kept_files]}
-    config, family = read_config(root), source.model.family
+    config, family = read_config(root), source.family
+    if family is not None and source.changes_family:
+        config = adopted_config(source, config)
+        return {**side, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
     wrong = [*source.model.overruled]
     if source.files.options.no_mtp:
         wrong += source.model.corrected(config)

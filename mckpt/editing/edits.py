@@ -10,6 +10,7 @@ The contract of an edit says what it preserves:
 
     exact    the logits are those of the source
     kept     what is kept is equal bit for bit; the logits are others
+    formula  new values are computed of those of the source; the logits are others
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from mckpt.editing.pieces import is_made
 from mckpt.errors import UsageError
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import proved
-from mckpt.mapping import Dims
+from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.manifest import Facts
 
-EXACT, KEPT = "exact", "kept"
+EXACT, KEPT, FORMULA = "exact", "kept", "formula"
 
 
 class Edit(ABC):
@@ -46,7 +47,7 @@ class Edit(ABC):
     @property
     @abstractmethod
     def contract(self) -> str:
-        """Returns EXACT or KEPT."""
+        """Returns EXACT, KEPT or FORMULA."""
 
     @property
     @abstractmethod
@@ -60,6 +61,10 @@ class Edit(ABC):
     @abstractmethod
     def dims(self, dims: Dims) -> Dims:
         """Returns the dims of the edited model."""
+
+    def family(self, family: MappingFile, dims: Dims) -> MappingFile:
+        """Returns the family of the edited model. family: before. dims: those of the edited one."""
+        return family
 
     @abstractmethod
     def layout(self, layout: Layout, dims: Dims) -> Layout:
@@ -84,6 +89,13 @@ class Editing(Addition):
 
     def dims(self, dims: Dims) -> Dims:
         return reduce(lambda found, edit: edit.dims(found), self.edits, dims)
+
+    def family(self, family: MappingFile) -> MappingFile:
+        dims = self.source.dims
+        for edit in self.edits:
+            dims = edit.dims(dims)
+            family = edit.family(family, dims)
+        return family
 
     @cached_property
     def _layout(self) -> Layout:

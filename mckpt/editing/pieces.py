@@ -13,6 +13,10 @@ from pathlib import Path
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
+from mckpt.values.adding import WIDTH, Factor
+from mckpt.values.dtypes import itemsize
+from mckpt.values.element import SUM
+from mckpt.values.summing import BASE, Sum, Term
 
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
 FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
@@ -119,15 +123,18 @@ def under(layout: Layout, names: Mapping[str, str]) -> Layout:
     return replace(layout, stored=stored, shapes=shapes)
 
 
-def rows(piece: Piece, low: int, high: int) -> Iterator[Piece]:
-    """Yields the part of a piece in the rows low to high of its tensor, if there is one."""
-    first, count = piece.box.offset[0], piece.box.shape[0]
+def rows(piece: Piece, low: int, high: int, axis: int = 0) -> Iterator[Piece]:
+    """Yields the part of a piece in the rows low to high of its tensor, or along another axis, if
+    there is one.
+    """
+    first, count = piece.box.offset[axis], piece.box.shape[axis]
     start, end = max(first, low), min(first + count, high)
     if start < end:
-        box = piece.box
+        offset, shape = list(piece.box.offset), list(piece.box.shape)
+        offset[axis], shape[axis] = start, end - start
         yield piece._replace(
-            box=Box((start, *box.offset[1:]), (end - start, *box.shape[1:])),
-            start=piece.start + (start - first) * piece.strides[0],
+            box=Box(tuple(offset), tuple(shape)),
+            start=piece.start + (start - first) * piece.strides[axis],
         )
 
 
@@ -165,6 +172,18 @@ def digest_of(layout: Layout) -> str:
             headers.update(np.ascontiguousarray(array).tobytes())
         headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
     return headers.hexdigest()
+
+
+def scaled(s: Stored, factor: float) -> Stored:
+    """Returns stored matrices with their values times a factor, a float32 (values/summing.py)."""
+    term = Term(Factor(BASE, 0, 0, 0, 0), float(np.float32(factor)), 0.0, 0, 0, 0, 0)
+    added = {}
+    for number, piece in enumerate(s.pieces):
+        along, down = sorted(piece.strides)
+        start = piece.start * itemsize(s.stored_as)
+        words = [Sum(at + start, down, along, 0, 0, (term,)).words() for at in s.at.tolist()]
+        added[number] = np.array(words, "i8").reshape(len(s), -1, WIDTH)
+    return replace(s, added=added, term=SUM)
 
 
 def file_of(content: bytes) -> Path:

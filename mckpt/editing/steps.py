@@ -6,6 +6,7 @@
 - vocab: {size: 151936, init: mean}
 - mtp: {add: 1}                  or {drop: true}
 - graft: {from: BASE, take: mtp}   mtp, tower, head, embedding, layers.RANGES or a pattern
+- upcycle: {experts: 8, topk: 2}
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mckpt.editing.grafting import Graft
 from mckpt.editing.heads import RepeatHeads, Untie
 from mckpt.editing.layers import Layers
 from mckpt.editing.multi_token import MultiToken
+from mckpt.editing.upcycling import Upcycle
 from mckpt.editing.vocabulary import Vocabulary
 from mckpt.errors import UsageError
 from mckpt.mapping import Dims
@@ -42,7 +44,7 @@ def read(path: Path, dims: Dims) -> list[Edit]:
             raise UsageError(f"{where}: wants one of {', '.join(EDITS)}, not {step!r}")
         ((name, given),) = named.items()
         if isinstance(step, Node):
-            where = f"{path.name}:{step.lines[name]}"
+            where = step.lines[name]
         if name not in EDITS:
             raise UsageError(f"{where}: {name!r} is not an edit; they are {', '.join(EDITS)}")
         try:
@@ -67,4 +69,5 @@ EDITS: dict[str, type[Edit]] = {
     "vocab": Vocabulary,
     "graft": Graft,
     "mtp": MultiToken,
+    "upcycle": Upcycle,
 }

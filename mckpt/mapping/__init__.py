@@ -1,5 +1,6 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
+from mckpt.mapping.choosing import families_for
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
@@ -14,7 +15,13 @@ from mckpt.mapping.forms import (
     typed,
 )
 from mckpt.mapping.heads import is_of_head, with_head
-from mckpt.mapping.inert import args_known_by_word, is_neutral, unknown_args, unread_keys
+from mckpt.mapping.inert import (
+    args_known_by_word,
+    in_transformers,
+    is_neutral,
+    unknown_args,
+    unread_keys,
+)
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
     KINDS,
@@ -62,9 +69,11 @@ __all__ = [
     "dialect_of_whole",
     "digest_of",
     "equal",
+    "families_for",
     "family_with",
     "folder",
     "in_memory",
+    "in_transformers",
     "is_neutral",
     "is_of_head",
     "is_part",

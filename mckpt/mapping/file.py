@@ -550,6 +550,31 @@ class MappingFile(Struct, frozen=True):
                 self._set(out, key, value)
         return out
 
+    def adopted(
+        self,
+        config: Mapping[str, Any],
+        before: MappingFile,
+        dims: Mapping[str, Any],
+        changed: Iterable[str],
+    ) -> dict[str, Any]:
+        """Returns the config.json of a model of this family, which an edit has made of a model of
+        another one by changing some dims.
+
+        Keys that only the family before knows are left out, and so is code beside the weights.
+        """
+        lost = before.known_keys() - self.known_keys() | {"auto_map"}
+        out = {key: value for key, value in config.items() if key not in lost}
+        out["architectures"] = [self.architectures[0]]
+        written = self.write(dims)
+        for key in self.also:
+            self._set(out, key, self.lookup(written, key))
+        out = self.restate(out, dims, changed)
+        try:
+            again = self.read(out, {"vocab_size": dims["vocab_size"]})
+        except MappingError:
+            return self.restate(out, dims, list(dims))
+        return self.restate(out, dims, [n for n in dims if not equal(again[n], dims[n])])
+
     def to_restate(
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
     ) -> list[str]:

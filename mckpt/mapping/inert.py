@@ -27,6 +27,12 @@ def inert_keys() -> frozenset[str]:
     return frozenset(key for group in groups for key in group["names"].split())
 
 
+def in_transformers(architecture: str) -> bool:
+    """Returns whether transformers has this class, by mappings/read_keys.yaml."""
+    models = parse(FOLDER / "read_keys.yaml")[0]["models"].values()
+    return any(architecture in model["classes"].split() for model in models)
+
+
 def unread_keys(
     family: MappingFile, config: Mapping[str, Any], keys: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,6 +1,6 @@
 """Weighted sums of the tensors of several checkpoints: computes the average of iterations.
 
-    total = 0
+    total = 0                                   -0 for a single term, which keeps its sign then
     total = fma(coefficient, value, total)      for each input, in the order of the inputs
 
 The values and the coefficients are float32, and so is the total. A fused multiply-add has one
@@ -115,7 +115,7 @@ def average(
         for left in range(0, n, width):
             part = slice(top, min(m, top + height)), slice(left, min(n, left + width))
             values = base[part]
-            total = np.zeros(values.shape, "f4")
+            total = np.full(values.shape, 0.0 if len(of.terms) > 1 else -0.0, "f4")
             for term in of.terms:
                 if term.part.file == BASE:
                     add(total, shifted(np.asarray(values, "f4"), term.shift), term.coefficient)
