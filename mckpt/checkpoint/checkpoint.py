@@ -61,6 +61,12 @@ class Addition(ABC):
         """Returns the family of the changed model. family: that of the model before."""
         return family
 
+    def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
+        """Returns the files beside the weights of the changed model, by name, as paths or as their
+        content. files: those of the model before.
+        """
+        return files
+
     @abstractmethod
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with what is added to its pieces."""
@@ -194,6 +200,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the names of the dims that edits have changed."""
         stored = self.model.dims if self.merging else {}
         return [name for name, value in stored.items() if not mapping.equal(self.dims[name], value)]
+
+    def files_beside(self, files: Mapping[str, Path | bytes]) -> dict[str, Path | bytes]:
+        """Returns files beside the weights, as what changes the model changes them."""
+        return dict(files if self.merging is None else self.merging.beside(files))
 
     @property
     def parallel(self) -> Parallel:

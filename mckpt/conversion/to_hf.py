@@ -113,13 +113,19 @@ def form_hf(source: Checkpoint, at: At, target: TargetOptions) -> Form:
     own, described = source.files.tokenizer_directory, source.files.described_by
     roots = [Path(root) for root in (tokenizer, own, described) if root is not None]
     copies = _side_copies(roots, {file.path for file in outputs}, own)
+    # an edit changes the files of the source, and not those that the user gives
+    given = {n: p for n, p in copies.items() if tokenizer and p.is_relative_to(tokenizer)}
+    beside: dict[str, Path | bytes] = {n: p for n, p in copies.items() if n not in given}
+    beside = {**source.files_beside({**beside, CONFIG: text}), **given}
+    config = beside.pop(CONFIG)
+    assert isinstance(config, bytes)
     if own is not None:
         notes.append(f"the tokenizer is that of the training, in {TOKENIZER_DIRECTORY}")
-    outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
-    config = TargetFile.whole(CONFIG, text)
+    outputs += [TargetFile.beside(name, file) for name, file in beside.items()]
+    described_as = TargetFile.whole(CONFIG, config)
     if described is not None:
-        config = config._replace(mode=mode_of(described / CONFIG))
-    outputs.append(config)
+        described_as = described_as._replace(mode=mode_of(described / CONFIG))
+    outputs.append(described_as)
     return Form(
         source=source,
         moved=source,
@@ -132,14 +138,14 @@ def form_hf(source: Checkpoint, at: At, target: TargetOptions) -> Form:
         facts={
             "max_shard_size": target.max_shard_size,
             **({"quantize": target.quantize} if target.quantize else {}),
-            "config": hashlib.sha256(text).hexdigest(),
+            "config": hashlib.sha256(config).hexdigest(),
             "side": [[file.path, file.size] for file in outputs],
             **named_by_user(source, kept is not None),
         },
         inexact=inexact,
         notes=notes,
-        copied=list(copies.values()),
-        remarks=[*left_out(roots), *_lacking(copies, source)],
+        copied=[file for file in beside.values() if isinstance(file, Path)],
+        remarks=[*left_out(roots), *_lacking(beside, source)],
     )
 
 

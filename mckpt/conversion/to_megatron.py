@@ -120,7 +120,7 @@ def form_megatron(
     for_bridge = beside.run_config if beside else bridge_files(decided)
     tokenizer = _tokenizer(source)
     files = [*tensor_files, *_launch_files(decided, launch), *for_bridge]
-    files += [TargetFile.copy(name, path) for name, path in tokenizer.items()]
+    files += [TargetFile.beside(name, file) for name, file in tokenizer.items()]
     apart = [] if decided.names.mapping.whole else carried.of(moved.layout)
     if apart and not side_files:
         raise UsageError(
@@ -156,7 +156,7 @@ def form_megatron(
             *text_notes(moved, decided.names.mapping.whole),
             *_dialect_notes(source, decided.names.mapping, decided.megatron, target),
         ],
-        copied=list(tokenizer.values()),
+        copied=[file for file in tokenizer.values() if isinstance(file, Path)],
         remarks=left_out([] if root is None else [root]),
     )
 
@@ -623,14 +623,17 @@ def _lost(
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
 
-def _tokenizer(source: Checkpoint) -> dict[str, Path]:
+def _tokenizer(source: Checkpoint) -> dict[str, Path | bytes]:
     """Returns the files of the tokenizer that the training saved in a Megatron source: name in the
     target -> path.
     """
     root = source.files.tokenizer_directory
-    if root is None:
-        return {}
-    return {f"{TOKENIZER_DIRECTORY}/{name}": root / name for name in side_files(root).kept}
+    files: dict[str, Path | bytes] = {}
+    if root is not None:
+        files = {name: root / name for name in side_files(root).kept}
+    if root is not None or _side_root(source) is None:  # else DST/hf has the tokenizer
+        files = source.files_beside(files)
+    return {f"{TOKENIZER_DIRECTORY}/{name}": file for name, file in files.items()}
 
 
 def _side_root(source: Checkpoint) -> Path | None:
@@ -667,6 +670,7 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if wrong and family is not None:
         config = family.restate(config, source.dims, wrong)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    side = source.files_beside(side)
     if (kept := mapping_to_keep(source)) is not None:
         side[MAPPING] = kept[1]
     return side

@@ -22,6 +22,8 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.editing.pieces import is_made
 from mckpt.errors import UsageError
@@ -53,6 +55,22 @@ class Edit(ABC):
     @abstractmethod
     def words(self) -> str:
         """Returns what the edit does, in words."""
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Returns the parameters as plain values without paths, of which `steps.again` makes the
+        edit.
+        """
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
+
+    def of_source(self, source: Checkpoint) -> Edit:
+        """Returns the edit with what it takes from the files beside the weights of the source."""
+        return self
+
+    def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
+        """Returns the files beside the weights of the edited model; see `Addition.beside`."""
+        return files
 
     def unfit(self, source: Checkpoint) -> str:
         """Returns why the files beside the weights of the source forbid the edit, "" if not."""
@@ -97,6 +115,9 @@ class Editing(Addition):
             family = edit.family(family, dims)
         return family
 
+    def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
+        return reduce(lambda found, edit: edit.beside(found), self.edits, files)
+
     @cached_property
     def _layout(self) -> Layout:
         return self.layout(self.source.layout)
@@ -117,7 +138,7 @@ class Editing(Addition):
 
     @property
     def facts(self) -> Facts:
-        return {"edits": [repr(edit) for edit in self.edits]}
+        return {"edits": [{type(edit).__name__: edit.data} for edit in self.edits]}
 
     @property
     def notes(self) -> list[str]:
@@ -131,6 +152,7 @@ def edited(source: Checkpoint, edits: Sequence[Edit]) -> Checkpoint:
     for edit in edits:
         if why := edit.unfit(source):
             raise UsageError(why)
+    edits = [edit.of_source(source) for edit in edits]
     out = replace(source, merging=Editing(tuple(edits), source))
     _ = out.layout
     return out

@@ -61,6 +61,10 @@ class Graft(Edit):
         return EXACT if self.take == MTP else KEPT
 
     @property
+    def data(self) -> dict[str, Any]:
+        return {"take": self.take, "digest": self.digest}
+
+    @property
     def words(self) -> str:
         return f"the tensors of {self.take} are those of another {self.other.format} checkpoint"
 

@@ -186,12 +186,20 @@ def scaled(s: Stored, factor: float) -> Stored:
     return replace(s, added=added, term=SUM)
 
 
-def file_of(content: bytes) -> Path:
-    """Returns the temporary file with this content, which is removed when the process ends."""
-    digest = hashlib.sha256(content).hexdigest()
-    if digest not in _files:
-        directory = tempfile.mkdtemp(prefix=FOLDER)
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        _files[digest] = Path(directory, f"{digest[:16]}.bin")
-        _files[digest].write_bytes(content)
+def file_of(content: bytes | Iterable[bytes]) -> Path:
+    """Returns the temporary file with this content, whole or in parts, which is removed when the
+    process ends.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=FOLDER))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    sum_, path = hashlib.sha256(), directory / "rows"
+    with path.open("wb") as file:
+        for part in [content] if isinstance(content, bytes) else content:
+            sum_.update(part)
+            file.write(part)
+    digest = sum_.hexdigest()
+    if digest in _files and _files[digest].exists():
+        shutil.rmtree(directory)
+    else:
+        _files[digest] = path.rename(directory / f"{digest[:16]}.bin")
     return _files[digest]

@@ -1,51 +1,107 @@
-"""The edit of the vocabulary: more rows with new values, or fewer."""
+"""The edit of the vocabulary: other rows, which are old ones in a new order or have new values."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.editing.edits import KEPT, Edit
 from mckpt.editing.pieces import file_of, is_moment, rows
+from mckpt.editing.tokens import Tokenizer, restated
 from mckpt.errors import UsageError, counted
-from mckpt.formats.hf_config import FAST_TOKENIZER
+from mckpt.formats.hf_config import (
+    CONFIG,
+    FAST_TOKENIZER,
+    GENERATION,
+    is_of_tokenizer,
+    side_files,
+)
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims
+from mckpt.storage.files import read_json
+
+INITS = ("mean", "normal", "zero", "subword")
+VARIANCE = 1e-9  # of new rows, as a part of that of the old ones: that of transformers
+BLOCK = 1024  # rows in memory at once
+ROWS = re.compile(r"(embed|lm_head)\.(weight|bias)(@.*)?")  # the tensors with a row for each token
+MOST_SHOWN = 8  # ranges of rows in a message
+_KEYS = {"size", "init", "seed", "tokenizer", "map"}
+
+
+class Run(NamedTuple):
+    """Rows of the new vocabulary that are rows of the old one."""
+
+    new: int  # the first
+    old: int
+    rows: int
 
 
 @dataclass(frozen=True)
 class Vocabulary(Edit):
-    """Changes the number of rows of the vocabulary.
+    """Changes the rows of the vocabulary.
 
-    size: the new number. init: "mean", the mean of the old rows, as float64 sums rounded to
-        float32; "zero"; or the number of the row that each new row is a copy of. Moments of new
-        rows are zero, and their master copies are the new rows in float32.
+    size: the new number. init: of a row that is not an old one: "mean", the mean of the old rows,
+        as float64 sums rounded to float32; "normal", around the mean, with VARIANCE of the
+        covariance of the old rows, drawn with `seed`; "zero"; "subword", the mean of the rows of
+        `pieces`; or the number of the row that it is a copy of. Moments of new rows are zero, and
+        their master copies are the new rows in float32.
+    kept: the old rows that are kept; None if each keeps its number. tokenizer: the directory of the
+        new tokenizer. old_tokenizer: whether that of the source still fits. old_size: the rows of
+        the source.
     """
 
     size: int
     init: int | str = "mean"
+    seed: int = 0
+    kept: tuple[Run, ...] | None = None
+    pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    tokenizer: str = ""
+    old_tokenizer: bool = True
+    old_size: int = 0
+    # the file of the new rows of each weight, which are computed once
+    _written: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
     contract = KEPT
 
     @staticmethod
     def of(given: dict[str, Any], dims: Dims) -> Vocabulary:
-        init = given.get("init", "mean")
-        if isinstance(init, bool) or (isinstance(init, str) and init not in ("mean", "zero")):
-            raise ValueError("init is mean, zero or the number of a row")
-        if given.keys() - {"size", "init"} or not isinstance(given["size"], int):
-            raise ValueError("wants size, a number of rows, and init")
-        return Vocabulary(given["size"], init)
+        init, seed, size = given.get("init", "mean"), given.get("seed", 0), given.get("size")
+        if isinstance(init, bool) or (isinstance(init, str) and init not in INITS):
+            raise ValueError(f"init is {', '.join(INITS)} or the number of a row")
+        if given.keys() - _KEYS or type(seed) is not int or type(size) not in (int, type(None)):
+            raise ValueError("wants size, a number of rows, init, seed, tokenizer and map")
+        if init == "subword" and "tokenizer" not in given:
+            raise ValueError("init subword needs tokenizer, the directory of the new one")
+        kept, directory, most = None, str(given.get("tokenizer", "")), -1
+        if directory:
+            if not Path(directory, FAST_TOKENIZER).is_file():
+                raise ValueError(f"{directory} has no {FAST_TOKENIZER}, which describes its tokens")
+            most = Tokenizer(Path(directory)).last
+        if "map" in given:
+            pairs = _numbers(Path(str(given["map"])))
+            kept, most = runs(pairs.items()), max([most, *pairs])
+        if size is None and most < 0:
+            raise KeyError("size")
+        size = most + 1 if size is None else size
+        if size <= most:
+            raise ValueError(f"size {size} has no row for token {most}")
+        return Vocabulary(size, init, seed, kept, tokenizer=directory)
 
     def unfit(self, source: Checkpoint) -> str:
-        directories = (source.files.tokenizer_directory, source.files.described_by)
-        paths = [one / FAST_TOKENIZER for one in directories if one is not None]
-        last, path = max(((_last_token(p), p) for p in paths if p.is_file()), default=(-1, None))
+        if self.kept is not None or self.tokenizer:
+            return ""
+        last, path = max(((t.last, t.directory) for t in _tokenizers(source)), default=(-1, None))
         if last < self.size:
             return ""
         return (
@@ -53,90 +109,306 @@ class Vocabulary(Edit):
             f" least {last + 1}, or a source whose tokenizer has fewer"
         )
 
+    def of_source(self, source: Checkpoint) -> Vocabulary:
+        old = next(iter(_tokenizers(source)), None)
+        count = source.dims["vocab_size"]
+        out = replace(self, old_size=count, _written={})
+        if self.tokenizer:
+            if old is None:
+                if self.kept is None or self.init == "subword":
+                    raise UsageError(
+                        f"vocab: {source.path} has no {FAST_TOKENIZER}, whose tokens are looked for"
+                        f" in {self.tokenizer}; put it there, or give map, without init subword"
+                    )
+                return out
+            new = Tokenizer(Path(self.tokenizer))
+            if self.kept is None:
+                same = {n: o for n, o in new.same_as(old) if o < count}
+                out = replace(out, kept=runs(same.items()))
+            if self.init == "subword":
+                tokens = {number: token for token, number in new.ids.items()}
+                wanted = [n for n in out.missing(count) if n in tokens]
+                split = old.pieces((tokens[n] for n in wanted), new)
+                found = zip(wanted, split, strict=True)
+                pieces = ((n, tuple(p for p in one if p < count)) for n, one in found)
+                out = replace(out, pieces=tuple(one for one in pieces if one[1]))
+        elif self.kept is not None and old is not None:
+            fits = all(out.place(n) == n for n in old.ids.values())
+            out = replace(out, old_tokenizer=fits)
+        for root in (source.files.described_by, source.files.side_directory):
+            for name in (CONFIG, GENERATION):
+                if root is not None and out.kept is not None and (root / name).is_file():
+                    out._restated(name, root / name)  # raises an error before anything is read
+        return out
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "init": self.init,
+            "seed": self.seed,
+            "kept": self.kept,
+            "pieces": self.pieces,
+            "old_tokenizer": self.old_tokenizer,
+        }
+
     @property
     def words(self) -> str:
         new = f"copies of row {self.init}" if isinstance(self.init, int) else self.init
-        return f"the vocabulary has {counted(self.size, 'row')}; new ones are {new}"
+        said = f"the vocabulary has {counted(self.size, 'row')}"
+        if self.kept is not None:
+            said += f", {sum(run.rows for run in self.kept):,} of them old ones"
+        said += f"; new ones are {new}"
+        return said + "; the tokenizer is left out, because its tokens have other numbers" * (
+            not self.old_tokenizer
+        )
+
+    @cached_property
+    def _used(self) -> tuple[int, int]:
+        """Returns the smallest number in `kept`, of either side, and the largest old one."""
+        kept = self.kept or ()
+        return min(map(min, kept), default=0), max((r.old + r.rows - 1 for r in kept), default=0)
 
     def dims(self, dims: Dims) -> Dims:
-        if self.size < 1 or (isinstance(self.init, int) and self.init >= dims["vocab_size"]):
+        old, (low, high) = dims["vocab_size"], self._used
+        of_init = self.init if isinstance(self.init, int) else 0
+        if self.size < 1 or not 0 <= of_init < old or low < 0 or high >= old:
+            of_map = f", row {high if high >= old else low} of map" if self.kept else ""
             raise UsageError(
-                f"vocab: size {self.size}, init {self.init}: the vocabulary has the rows 0 to"
-                f" {dims['vocab_size'] - 1}"
+                f"vocab: size {self.size}, init {self.init}{of_map}: the vocabulary has the rows 0"
+                f" to {old - 1}"
             )
         if dims["layer_embed_dim"]:
             raise UsageError("vocab: the model has a second embedding, for its layers")
         return {**dims, "vocab_size": self.size}
 
+    # ------------------------------------------------------------------------- the old and new rows
+
+    def runs(self, old: int) -> tuple[Run, ...]:
+        """Returns the rows that are kept of `old` ones, in the order of the new ones."""
+        return (Run(0, 0, min(old, self.size)),) if self.kept is None else self.kept
+
+    def missing(self, old: int) -> list[int]:
+        """Returns the numbers of the new rows that are not old ones."""
+        held = np.zeros(self.size, bool)
+        for run in self.runs(old):
+            held[run.new : run.new + run.rows] = True
+        found: list[int] = np.flatnonzero(~held).tolist()
+        return found
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        every = reversed(self.kept or ())
+        return {run.old + i: run.new + i for run in every for i in range(run.rows)}
+
+    def place(self, number: int) -> int | None:
+        """Returns the new number of an old row, None if it is left out. The number of no row, such
+        as -1, stays.
+        """
+        if not 0 <= number < self.old_size:
+            return number
+        return self._places.get(number) if self.kept is not None else number
+
+    # ----------------------------------------------------------------- the files beside the weights
+
+    def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
+        out = dict(files)
+        if self.tokenizer or not self.old_tokenizer:
+            out = {name: file for name, file in files.items() if not is_of_tokenizer(name)}
+        if self.tokenizer:
+            root = Path(self.tokenizer)
+            kept = [name for name in side_files(root).kept if is_of_tokenizer(name)]
+            out |= {name: root / name for name in kept}
+            if GENERATION not in out and CONFIG in out and (root / GENERATION).is_file():
+                out[GENERATION] = root / GENERATION
+        for name in (CONFIG, GENERATION):
+            if name in out and self.kept is not None:
+                out[name] = self._restated(name, out[name])
+        return out
+
+    def _restated(self, name: str, file: Path | bytes) -> Path | bytes:
+        """Returns a config whose numbers of tokens are the new ones; the same if none changes."""
+        text = json.loads(file) if isinstance(file, bytes) else read_json(file, 1 << 24)
+        stated = Tokenizer(Path(self.tokenizer)).special if self.tokenizer else {}
+        new = restated(name, text, self.place, stated)
+        return file if new == text else (json.dumps(new, indent=2) + "\n").encode()
+
+    # -------------------------------------------------------------------------------------- tensors
+
     def layout(self, layout: Layout, dims: Dims) -> Layout:
-        old, new = dims["vocab_size"], self.size
-        names = {
-            name: shape
-            for name, shape in layout.shapes.items()
-            if re.fullmatch(r"(embed|lm_head)\.(weight|bias)(@.*)?", name)
-        }
-        shapes = {**layout.shapes, **{n: (new, *shape[1:]) for n, shape in names.items()}}
+        old = dims["vocab_size"]
+        names = {name: shape for name, shape in layout.shapes.items() if ROWS.fullmatch(name)}
+        shapes = {**layout.shapes, **{n: (self.size, *shape[1:]) for n, shape in names.items()}}
         stored, dropped = list[Stored](), dict(layout.dropped)
+        # a row that several new ones are copies of is read several times, each from its own buffer
+        once = _apart(self.runs(old))
         for s in layout.stored:
-            kept = [q for p in s.pieces for q in (rows(p, 0, new) if p.tensor in names else [p])]
-            changed = any(p.tensor in names for p in s.pieces)
-            stored += [replace(s, pieces=tuple(kept), view=s.view or changed)] if kept else []
-        if new < old:
-            dropped |= {
-                f"{name}, rows {new} to {old - 1}": "the vocabulary is smaller" for name in names
-            }
+            mine = [p for p in s.pieces if p.tensor in names]
+            if not mine:
+                stored.append(s)
+                continue
+            rest = [p for p in s.pieces if p.tensor not in names]
+            for number, chosen in enumerate(once):
+                moved = [part for p in mine for part in _moved(p, chosen)]
+                if pieces := tuple(moved if number else [*rest, *moved]):
+                    stored.append(replace(s, pieces=pieces, view=True))
+            if rest and not once:
+                stored.append(replace(s, pieces=tuple(rest), view=True))
+        unused = np.ones(old, bool)
+        for run in self.runs(old):
+            unused[run.old : run.old + run.rows] = False
+        if lost := np.flatnonzero(unused).tolist():
+            why = f"{counted(len(lost), 'token')} not in the new vocabulary"
+            dropped |= {f"{name}, {_said(lost)}": why for name in names}
         ignored = {**layout.ignored, **dropped}
         out = replace(layout, stored=stored, shapes=shapes, dropped=dropped, ignored=ignored)
-        return self._with_new_rows(layout, out, names, old) if new > old else out
+        new = self.missing(old)
+        return self._with_new_rows(layout, out, names, new, old) if new else out
 
     def _with_new_rows(
-        self, before: Layout, layout: Layout, names: Iterable[str], old: int
+        self, before: Layout, layout: Layout, names: Iterable[str], new: list[int], old: int
     ) -> Layout:
-        """Returns the layout with the rows from `old` on, which are in a file of their own."""
-        reader, written, stored = Reader(before), bytearray(), [*layout.stored]
-        places: dict[str, int] = {}
+        """Returns the layout with the rows of the numbers `new`, which have files of their own."""
+        reader, stored, files = Reader(before), [*layout.stored], [*layout.files]
+        blocks = runs(zip(new, range(len(new)), strict=True))
         for name in sorted(names):
-            weight = name.partition("@")[0]
-            if weight not in places:
-                places[weight] = len(written)
-                row = np.zeros(before.shapes[weight][1:], "f4")
-                if self.init != "zero":
-                    row = (
-                        _mean(reader[weight])
-                        if self.init == "mean"
-                        else (reader[weight][int(self.init)].numpy().astype("f4"))
-                    )
-                written += row.tobytes() * (self.size - old)
-        path = file_of(bytes(written))
-        files = [*layout.files, str(path), *([] if ZEROS in layout.files else [ZEROS])]
-        for name in sorted(names):
-            shape = before.shapes[name]
+            weight, shape = name.partition("@")[0], before.shapes[name]
             dtype = next(s.dtype for s in before.stored for p in s.pieces if p.tensor == name)
-            moment = is_moment(name)
-            file = files.index(ZEROS if moment else str(path))
-            at = 0 if moment else places[name.partition("@")[0]]
-            zeros = (0,) * (len(shape) - 1)
-            box = Box((old, *zeros), (self.size - old, *shape[1:]))
-            piece = Piece(name, box, 0, row_major(box.shape))
-            where = np.array([[0], [0], [file], [at]], "i8")
+            if moment := is_moment(name):
+                file = ZEROS
+            else:
+                if weight not in self._written or not self._written[weight].exists():
+                    made = self._rows(reader[weight], new, old)
+                    self._written[weight] = file_of(part.tobytes() for part in made)
+                file = str(self._written[weight])
+            files += [] if file in files else [file]
+            strides = row_major(shape)
+            pieces = tuple(
+                Piece(
+                    name,
+                    Box((run.new, *(0,) * (len(shape) - 1)), (run.rows, *shape[1:])),
+                    run.old * strides[0],
+                    strides,
+                )
+                for run in blocks
+            )
+            where = np.array([[0], [0], [files.index(file)], [0]], "i8")
             wide = None if moment or dtype == "float32" else "float32"
             key = f"{NEW}rows of {name}"
-            stored.append(Stored(key, dtype, box.shape, (piece,), *where, rounded_from=wide))
+            size = (len(new), *shape[1:])
+            stored.append(Stored(key, dtype, size, pieces, *where, rounded_from=wide))
         return replace(layout, files=files, stored=stored)
 
+    def _rows(self, tensor: LogicalTensor, new: list[int], old: int) -> Iterator[np.ndarray]:
+        """Yields the new rows of a weight in float32, in blocks."""
+        width, tensor = math.prod(tensor.shape[1:]), tensor[:old]
+        row, root = np.zeros(width), None
+        if isinstance(self.init, int):
+            row = _read(tensor, self.init, 1)[0]
+        elif self.init != "zero":
+            row = _mean(tensor)
+        if self.init == "normal" and len(tensor.shape) > 1:
+            root = _root(tensor, row)
+        random = np.random.default_rng([self.seed, zlib.crc32(tensor.name.encode())])
+        pieces = dict(self.pieces)
+        for at in range(0, len(new), BLOCK):
+            block = np.tile(row, (len(new[at : at + BLOCK]), 1))
+            if root is not None:
+                block += random.standard_normal(block.shape) @ root.T
+            for into, number in zip(block, new[at : at + BLOCK], strict=True):
+                if found := pieces.get(number):
+                    into[:] = np.mean([_read(tensor, n, 1)[0] for n in found], axis=0)
+            yield block.astype("f4")
 
-def _last_token(tokenizer: Path) -> int:
-    """Returns the largest number of a token in a tokenizer.json, -1 if it has none."""
-    text = json.loads(tokenizer.read_text(encoding="utf-8"))
-    vocabulary = (text.get("model") or {}).get("vocab") or {}
-    used = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    used += [token["id"] for token in text.get("added_tokens") or ()]
-    return max(used, default=-1)
+
+def _numbers(path: Path) -> dict[int, int]:
+    """Returns the new and old numbers of rows in a file of JSON."""
+    if not path.is_file():
+        raise ValueError(f"{path}: is not a file")
+    content = read_json(path, 1 << 30)
+    if not isinstance(content, dict) or not all(type(n) is int for n in content.values()):
+        raise ValueError(f'{path}: is an object of new numbers and old ones: {{"0": 5}}')
+    return {int(new): old for new, old in content.items()}
+
+
+def runs(pairs: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    """Returns pairs of a new and an old number as runs, in the order of the new ones."""
+    found: list[Run] = []
+    for new, old in sorted(pairs):
+        last = found[-1] if found else Run(-1, -1, 0)
+        if (last.new + last.rows, last.old + last.rows) == (new, old):
+            found[-1] = last._replace(rows=last.rows + 1)
+        else:
+            found.append(Run(new, old, 1))
+    return tuple(found)
+
+
+def _apart(listed: Iterable[Run]) -> list[list[Run]]:
+    """Returns the runs in lists in which no old row comes twice, in the order of the old ones."""
+    out: list[list[Run]] = []
+    for run in sorted(listed, key=lambda run: run.old):
+        for chosen in out:
+            if chosen[-1].old + chosen[-1].rows <= run.old:
+                chosen.append(run)
+                break
+        else:
+            out.append([run])
+    return out
+
+
+def _moved(piece: Piece, chosen: list[Run]) -> Iterator[Piece]:
+    """Yields the parts of a piece that are in some runs, at their new rows."""
+    first, end = piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0]
+    at = max(bisect_right(chosen, first, key=lambda run: run.old) - 1, 0)
+    for new, old, count in itertools.takewhile(lambda run: run.old < end, chosen[at:]):
+        for part in rows(piece, old, old + count):
+            offset = (part.box.offset[0] + new - old, *part.box.offset[1:])
+            yield part._replace(box=part.box._replace(offset=offset))
+
+
+def _said(numbers: list[int]) -> str:
+    """Returns numbers of rows as ranges in words, the first of them if they are many."""
+    found = [
+        f"{run.new} to {run.new + run.rows - 1}" if run.rows > 1 else f"{run.new}"
+        for run in runs((number, number) for number in numbers)
+    ]
+    more = f" and {len(found) - MOST_SHOWN:,} more ranges" * (len(found) > MOST_SHOWN)
+    return f"rows {', '.join(found[:MOST_SHOWN])}{more}"
+
+
+def _tokenizers(source: Checkpoint) -> Iterator[Tokenizer]:
+    for root in (source.files.tokenizer_directory, source.files.described_by):
+        if root is not None and (root / FAST_TOKENIZER).is_file():
+            yield Tokenizer(root)
+
+
+def _read(tensor: LogicalTensor, first: int, count: int) -> np.ndarray:
+    """Returns rows in float64."""
+    block = tensor[first : first + count].numpy()
+    return np.asarray(block.reshape(len(block), -1), "f8")
+
+
+def _blocks(tensor: LogicalTensor) -> Iterator[np.ndarray]:
+    for first in range(0, tensor.shape[0], BLOCK):
+        yield _read(tensor, first, BLOCK)
 
 
 def _mean(tensor: LogicalTensor) -> np.ndarray:
-    """Returns the mean of the rows, of sums in float64 of blocks of 1,024 rows."""
-    total = np.zeros(tensor.shape[1:], "f8")
-    for at in range(0, tensor.shape[0], 1024):
-        total += tensor[at : at + 1024].numpy().astype("f8").sum(axis=0)
-    return np.asarray(total / tensor.shape[0], "f4")
+    """Returns the mean of the rows, of sums in float64 of blocks."""
+    total = sum(block.sum(axis=0) for block in _blocks(tensor))
+    return np.asarray(total / tensor.shape[0], "f8")
+
+
+def _root(tensor: LogicalTensor, mean: np.ndarray) -> np.ndarray | None:
+    """Returns the lower triangle whose product with its transpose is the covariance of new rows;
+    None if that is not positive definite, as transformers decides it.
+    """
+    count, width = tensor.shape[0], len(mean)
+    total = np.zeros((width, width))
+    for block in _blocks(tensor) if count > width else ():
+        block -= mean
+        total += block.T @ block
+    try:
+        return np.linalg.cholesky(VARIANCE * total / count)
+    except np.linalg.LinAlgError:
+        return None

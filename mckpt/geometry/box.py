@@ -465,11 +465,19 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
             return f"the box {list(b.shape)} at {list(b.offset)} reaches outside {list(shape)}"
     volume = sum(math.prod(b.shape) for b in boxes)
     if len(boxes) > 1:
-        low = np.array([b.offset for b in boxes], "i8")
-        high = low + np.array([b.shape for b in boxes], "i8")
-        meet = (np.maximum(low[:, None], low[None]) < np.minimum(high[:, None], high[None])).all(2)
-        if (pairs := np.argwhere(np.triu(meet, 1))).size:
-            i, j = (int(x) for x in pairs[0])
+        low = np.array([b.offset or (0,) for b in boxes], "i8")
+        high = low + np.array([b.shape or (1,) for b in boxes], "i8")
+        # only boxes whose rows meet are compared: there may be a box for each row of a vocabulary
+        order = np.argsort(low[:, 0], kind="stable")
+        first, last = low[order, 0], high[order, 0]
+        count = np.maximum(np.searchsorted(first, last) - np.arange(len(boxes)) - 1, 0)
+        a = np.repeat(np.arange(len(boxes)), count)
+        b = a + 1 + np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count)
+        pairs = np.sort(np.stack([order[a], order[b]], 1), axis=1)
+        meet = np.maximum(low[pairs[:, 0]], low[pairs[:, 1]])
+        meet = (meet < np.minimum(high[pairs[:, 0]], high[pairs[:, 1]])).all(1)
+        if meet.any():
+            i, j = min(map(tuple, pairs[meet].tolist()))
             return (
                 f"boxes overlap: {list(boxes[i].shape)} at {list(boxes[i].offset)} and"
                 f" {list(boxes[j].shape)} at {list(boxes[j].offset)}"

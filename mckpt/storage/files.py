@@ -121,6 +121,11 @@ class TargetFile(NamedTuple):
         return cls(path, len(head) + nbytes, lambda crc_of: [(0, head)])
 
     @classmethod
+    def beside(cls, path: str, source: Path | bytes) -> TargetFile:
+        """Describes a copy of a source file, or a file of this content."""
+        return cls.whole(path, source) if isinstance(source, bytes) else cls.copy(path, source)
+
+    @classmethod
     def copy(cls, path: str, source: Path) -> TargetFile:
         """Describes a copy of a source file, made a block at a time when written.
 

@@ -64,7 +64,7 @@ class Facts(TypedDict, total=False):
     tower_keys: list[str]
     adapter: dict[str, Any]
     average: dict[str, Any]
-    edits: list[str]
+    edits: list[Any]  # texts in those of older versions
     optimizer: dict[str, Any]
     left_behind: list[str]
     notes: list[str]

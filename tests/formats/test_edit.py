@@ -195,7 +195,7 @@ def test_several_edits_follow_each_other_and_continue(tmp_path: Path) -> None:
         ("- kv_heads: {times: 3}", "do not divide"),
         ("- kv_heads: {}", "wants times"),
         ("- vocab: {init: mean}", "size is missing"),
-        ("- vocab: {size: 500, init: guess}", "init is mean, zero"),
+        ("- vocab: {size: 500, init: guess}", "init is mean, normal"),
         ("- vocab: {size: 500, init: 1000}", "has the rows 0 to"),
         ("[", "recipe.yaml"),
         ("untie: 1", "a recipe is a list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tracemalloc
 from typing import Any
@@ -455,3 +456,22 @@ def test_gaps_of_long_runs_are_not_listed_by_element() -> None:
     free, wrong = gaps([piece], (rows + 2) * columns)
     assert wrong is None
     assert free.tolist() == [[rows * columns, 2 * columns]]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3), st.integers(1, 3)),
+        min_size=2,
+        max_size=9,
+    )
+)
+def test_tiles_finds_the_first_pair_of_boxes_that_meet(
+    boxes: list[tuple[int, int, int, int]],
+) -> None:
+    made = [Box((a, b), (m, n)) for a, b, m, n in boxes]
+    pairs = itertools.combinations(made, 2)
+    found = next(((a, b) for a, b in pairs if overlap(a, b)), None)
+    said = tiles(made, (9, 9)) or ""
+    assert said.startswith("boxes overlap") == (found is not None)
+    for box in found or ():
+        assert f"{list(box.shape)} at {list(box.offset)}" in said
