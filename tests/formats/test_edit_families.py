@@ -1,4 +1,4 @@
-"""Each edit of each kind of model: it is refused by name, or the result is the same from and to each
+"""Each edit of each kind of model: it is refused by name, or the result is the same in each
 format, and transformers loads all of it.
 """
 
