@@ -5,19 +5,25 @@
 - kv_heads: {times: 2}
 - vocab: {size: 151936, init: mean}
 - mtp: {add: 1}                  or {drop: true}
+- prune: {experts: [0, 2-5]}      experts, ffn, heads or hidden, each a list or {layer: list}
 - graft: {from: BASE, take: mtp}   mtp, tower, head, embedding, layers.RANGES or a pattern
 - upcycle: {experts: 8, topk: 2}
+
+Any of them may have the name of a JSON or YAML file with its parameters in their place.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from mckpt.editing.edits import Edit
 from mckpt.editing.grafting import Graft
 from mckpt.editing.heads import RepeatHeads, Untie
 from mckpt.editing.layers import Layers
 from mckpt.editing.multi_token import MultiToken
+from mckpt.editing.pruning import Prune
 from mckpt.editing.upcycling import Upcycle
 from mckpt.editing.vocabulary import Vocabulary
 from mckpt.errors import UsageError
@@ -48,7 +54,7 @@ def read(path: Path, dims: Dims) -> list[Edit]:
         if name not in EDITS:
             raise UsageError(f"{where}: {name!r} is not an edit; they are {', '.join(EDITS)}")
         try:
-            edit = EDITS[name].of(given or {}, dims)
+            edit = EDITS[name].of(_parameters(given), dims)
             dims = edit.dims(dims)
         except UsageError as e:
             raise UsageError(f"{where}: {e}") from None
@@ -56,6 +62,20 @@ def read(path: Path, dims: Dims) -> list[Edit]:
             raise UsageError(f"{where}: {name}: {given!r}: {_why(e)}") from None
         found.append(edit)
     return found
+
+
+def _parameters(given: Any) -> dict[str, Any]:
+    """Returns the parameters of an edit, or those in the file that the recipe names."""
+    if isinstance(given, str):
+        path = Path(given)
+        try:
+            text = path.read_text()
+        except OSError as e:
+            raise ValueError(e.strerror) from None
+        given = json.loads(text) if path.suffix == ".json" else load(text, path.name)
+    if not isinstance(given or {}, dict):
+        raise ValueError("wants its parameters, or a file that has them")
+    return given or {}
 
 
 def _why(error: Exception) -> str:
@@ -70,4 +90,5 @@ EDITS: dict[str, type[Edit]] = {
     "graft": Graft,
     "mtp": MultiToken,
     "upcycle": Upcycle,
+    "prune": Prune,
 }

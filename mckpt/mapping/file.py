@@ -579,17 +579,24 @@ class MappingFile(Struct, frozen=True):
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
     ) -> list[str]:
         """Returns those of the `changed` dims that `restate` needs: whose keys the config has, and
-        those that would be others without it.
+        those that would be others without it. A dim whose default depends on a changed one, such as
+        the width of a head, is needed too where the default would be another value now.
         """
+        found = set(changed)
         stated = [name for name in changed if self.keys_of(name, config)]
+        implied = [
+            name
+            for name, dim in self.dims.items()
+            if dim.keys and dim.default and dim.default.names & found and name not in found
+        ]
         known = {"vocab_size": dims["vocab_size"]}
         try:
             again = self.read(self.restate(config, dims, stated), known)
         except MappingError:
-            return list(changed)
+            return [*changed, *(name for name in implied if not self.keys_of(name, config))]
         return stated + [
             name
-            for name in changed
+            for name in (*changed, *implied)
             if name not in stated and not equal(again.get(name), dims[name])
         ]
 
