@@ -445,7 +445,7 @@ def apart(ours: dict[str, Any], theirs: dict[str, Any], rows: int) -> dict[str, 
             a = a[:rows]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             found[key] = f"{list(a.shape)} {a.dtype}, {list(b.shape)} {b.dtype}"
-        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        elif not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (a, b))):
             found[key] = "other bits"
     return found
 
