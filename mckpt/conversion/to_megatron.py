@@ -340,7 +340,11 @@ def _with_towers(source: Checkpoint, dialect: MappingFile, trainer: str) -> Mapp
             f"--towers {trainer}: mckpt does not know the names that it gives to the towers of"
             f" {family.architectures[0]}; those that it knows: {known}"
         )
-    return mapping.whole_dialect(dialect, family.towers[trainer], tensors, read_config(described))
+    try:
+        tower, config = family.towers[trainer], read_config(described)
+        return mapping.whole_dialect(dialect, tower, tensors, config)
+    except SourceError as e:
+        raise e.with_hint(f"It is {source.path}.") from None
 
 
 def _other_dialect(

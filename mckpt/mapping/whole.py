@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from mckpt.errors import MappingError
+from mckpt.errors import MappingError, SourceError
 from mckpt.mapping.expression import Expression
 from mckpt.mapping.file import MappingFile
 from mckpt.mapping.forms import lookup
@@ -28,7 +28,8 @@ def whole_dialect(
     shapes: those of the tower's tensors, by their keys in Hugging Face files. config: config.json
     of the whole model, or what is known of it.
 
-    Raises MappingError for tensors that the trainer's model does not have.
+    Raises MappingError for tensors that the trainer's model does not have, and SourceError for
+    towers that miss some.
     """
     rules, unknown = list[Rule](), list[str]()
     stacks: dict[TowerTensor, dict[int, str]] = {}
@@ -59,7 +60,11 @@ def whole_dialect(
         if n not in layers
     ]
     if missing:
-        raise MappingError.of("the towers miss tensors that other layers of them have:", missing)
+        raise SourceError.of(
+            "the towers miss tensors that other layers of them have:",
+            missing,
+            "Copy the whole checkpoint again.",
+        )
     for entry, layers in stacks.items():
         members = [layers[n] for n in sorted(layers)]
         when = f"dist and {LAYERS} == 'stacked'"
@@ -108,7 +113,7 @@ def dialect_of_whole(
     of one rank of `tp`, or whole. dialect_of: finds the dialect of the text model by its keys.
     some: it has some of the tensors, as those that an adapter changes.
 
-    Raises MappingError as `whole_dialect`.
+    Raises the errors of `whole_dialect`.
     """
     likely = [t for t in towers if any(key.startswith(f"{t.text}decoder.") for key in stored)]
     if some:

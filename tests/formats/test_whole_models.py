@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt import mapping
-from mckpt.errors import MappingError, SourceError, UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.towers import NUMBER, TowerTensor
 from mckpt.options import SourceOptions
@@ -129,7 +129,8 @@ def test_layers_that_lack_a_tensor_are_not_stacked(tiny_model: TinyModel, tmp_pa
     del stored[f"model.visual.blocks.{last}.attn.qkv.bias"]
     save_file(stored, changed / "model.safetensors")
     (changed / "config.json").write_bytes((source / "config.json").read_bytes())
-    with pytest.raises(MappingError, match=rf"miss.*\n.*blocks\.{last}\.attn\.qkv\.bias"):
+    lost = rf"miss.*\n.*blocks\.{last}\.attn\.qkv\.bias\nCopy.*\nIt is {changed}\."
+    with pytest.raises(SourceError, match=lost):
         mckpt.plan(changed, tmp_path / "a", towers="bridge")
 
 
@@ -146,6 +147,47 @@ def test_the_names_of_ms_swift(case: str, tiny_model: TinyModel, tmp_path: Path)
     source, out = tiny_model(case), tmp_path / "out"
     mckpt.plan(source, out, towers="swift", parallel=Parallel(tp=2)).run()
     assert {k for k in tensors(out) if not k.startswith("language_model.")} == OF_SWIFT[case]
+    mckpt.plan(out, tmp_path / "hf", format="hf").run()
+    assert not mckpt.diff(source, tmp_path / "hf")
+
+
+def test_the_linears_of_ms_swift_s_qwen3_5_are_those_of_numpy(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """As mcore-bridge joins them (bridge/gpt_bridge.py): by key head, and by query group."""
+    source, out = tiny_model("qwen3_5_vl"), tmp_path / "out"
+    mckpt.plan(source, out, towers="swift", parallel=Parallel(tp=2, pp=2)).run()
+    stored, found = load_file(source / "model.safetensors"), tensors(out)
+    c = config(source)["text_config"]
+    nets, groups = c["linear_num_key_heads"], c["num_key_value_heads"]
+    keys = nets * c["linear_key_head_dim"]
+
+    def joined(parts: list[np.ndarray], heads: int) -> np.ndarray:
+        cut = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+        return np.concatenate(cut, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    for layer, kind in enumerate(c["layer_types"]):
+        here, there = (
+            f"model.language_model.layers.{layer}.",
+            f"language_model.decoder.layers.{layer}.",
+        )
+        if kind == "linear_attention":
+            net, made = f"{here}linear_attn.", f"{there}self_attention."
+            qkv = np.split(stored[f"{net}in_proj_qkv.weight"], [keys, 2 * keys])
+            others = [stored[f"{net}in_proj_{name}.weight"] for name in "zba"]
+            conv = np.split(stored[f"{net}conv1d.weight"], [keys, 2 * keys])
+            wanted = {
+                "in_proj.weight": joined([*qkv, *others], nets),
+                "conv1d.weight": joined(conv, nets),
+                "out_norm.weight": stored[f"{net}norm.weight"],
+            }
+        else:
+            attention, made = f"{here}self_attn.", f"{there}self_attention."
+            parts = [stored[f"{attention}{name}_proj.weight"] for name in "qkv"]
+            wanted = {"linear_qkv.weight": joined(parts, groups)}
+        for name, tensor in wanted.items():
+            values = found[made + name].float().numpy()
+            assert np.array_equal(values, tensor.astype("f4")), made + name
     mckpt.plan(out, tmp_path / "hf", format="hf").run()
     assert not mckpt.diff(source, tmp_path / "hf")
 
