@@ -16,12 +16,19 @@ from mckpt.cli.options import (
     json_option,
 )
 from mckpt.cli.terminal import echo, echo_outcome, named
+from mckpt.errors import UsageError
 
 
 @command()
 @click.argument("hf", type=PATH)
 @click.argument("megatron", type=PATH)
 @shared.of_verify("level tokens sequences length steps image adapter alpha")
+@click.option(
+    "--contract",
+    is_flag=True,
+    help="MEGATRON is a checkpoint of any format that `mckpt edit` made of HF, which may be one of"
+    " Megatron: check that it keeps the contract of its edits.",
+)
 @shared.run_options("the checkpoint's for torch files, else 1")
 @shared.of_source("iteration")
 @shared.family_options
@@ -37,6 +44,7 @@ from mckpt.cli.terminal import echo, echo_outcome, named
 def verify(
     hf: Path,
     megatron: Path,
+    contract: bool,
     report: Path | None,
     card: Path | None,
     as_json: bool,
@@ -48,14 +56,22 @@ def verify(
 
     Exit code 0: pass; 1: fail or incomplete.
     """
+    from mckpt.options import VerifyOptions
+    from mckpt.verification import contract as contracts
     from mckpt.verification import levels
     from mckpt.verification import report as cards
     from mckpt.verification import report as page
 
     options["settings"] = shared.parse_settings(options)
+    if contract and (report or card):
+        raise UsageError("--contract: there is no --report and no --card of it; leave them out")
     start = time.perf_counter()
     with terminal.phases(as_json) as print_phase:
-        verdict = levels.verify(hf, megatron, tell=print_phase, **options)
+        if contract:
+            stated = VerifyOptions.of({**options, "tell": print_phase})
+            verdict = contracts.verify(hf, megatron, stated)
+        else:
+            verdict = levels.verify(hf, megatron, tell=print_phase, **options)
     if report is not None:
         page.write(verdict, report)
     if card is not None:

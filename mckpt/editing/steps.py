@@ -18,6 +18,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import Edit
 from mckpt.editing.grafting import Graft
 from mckpt.editing.heads import RepeatHeads, Untie
@@ -29,6 +32,7 @@ from mckpt.editing.vocabulary import Vocabulary
 from mckpt.errors import UsageError
 from mckpt.mapping import Dims
 from mckpt.mapping.nodes import Node, load
+from mckpt.storage.staging import MANIFEST
 
 
 def read(path: Path, dims: Dims) -> list[Edit]:
@@ -76,6 +80,28 @@ def _parameters(given: Any) -> dict[str, Any]:
     if not isinstance(given or {}, dict):
         raise ValueError("wants its parameters, or a file that has them")
     return given or {}
+
+
+def again(data: Any, of: Checkpoint) -> list[Edit]:
+    """Returns the edits that the manifest of a checkpoint has as data. Raises UsageError if it has
+    none, or some that need another checkpoint.
+    """
+    if not data:
+        raise UsageError(
+            f"{of.path}: its {MANIFEST} has no edits, so `mckpt edit` did not write it"
+        )
+    kinds = {kind.__name__: kind for kind in EDITS.values()}
+    found: list[Edit] = []
+    for one in data:
+        ((name, fields),) = one.items() if isinstance(one, dict) else ((str(one), None),)
+        try:
+            found.append(msgspec.json.decode(json.dumps(fields), type=kinds[name]))
+        except (KeyError, TypeError, msgspec.ValidationError):
+            raise UsageError(
+                f"{of.path}: its edit {name} cannot be done again from {MANIFEST} alone; run `mckpt"
+                " edit` again and compare the results with `mckpt diff`"
+            ) from None
+    return found
 
 
 def _why(error: Exception) -> str:

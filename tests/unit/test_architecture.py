@@ -59,7 +59,7 @@ MAY = words(
         "api": f"{CORE} adapters checking checkpoint conversion editing execute formats keywords",
         "pages": f"{CORE} checkpoint conversion formats",
         "launching": "errors execute",
-        "verification": f"{UPPER} adapters keywords",
+        "verification": f"{UPPER} adapters editing keywords",
         "cli": f"{UPPER} adapters api checking editing execute verification",
         "trainer": "errors execute formats geometry options",
         "live": f"{CORE} adapters api checkpoint containers conversion execute formats",

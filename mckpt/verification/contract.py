@@ -1,0 +1,171 @@
+"""The verdict on an edited checkpoint: does it keep the contract of its edits?
+
+The manifest has the edits as data. They are done again while SRC is read, and every value of the
+result is compared with DST: what is kept, what is new, and the state of the optimizer. So a wrong
+row, a layer in another place and a moment that was not moved are found to the last bit. For edits
+that keep the logits, transformers also runs both models on the same tokens. For an edit of the
+vocabulary these are kept ones, and so are the logits that are compared.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt import formats, launching
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.conversion import planning
+from mckpt.editing import steps
+from mckpt.editing.edits import EXACT, Edit, Editing
+from mckpt.editing.vocabulary import Vocabulary
+from mckpt.errors import UsageError
+from mckpt.formats.hf_config import read_config
+from mckpt.options import TargetOptions, VerifyOptions
+from mckpt.verification.measuring import NOISE, ROUNDING, SHARE
+from mckpt.verification.requirements import dims_apart
+from mckpt.verification.tokens import random_sequences, read_tokens, text_for
+from mckpt.verification.verdict import Verdict, compare_values, say_dim
+
+
+def verify(src: str | Path, dst: str | Path, options: VerifyOptions) -> Verdict:
+    """Returns whether `dst`, which `mckpt edit` wrote, keeps the contract of its edits of `src`.
+
+    level: "bytes" runs no model. Raises UsageError if the manifest of `dst` has no edits.
+    """
+    given = ("tp", "pp", "vpp", "ep", "etp", "adapter", "image", "alpha")
+    if wrong := [name for name in given if getattr(options, name)]:
+        raise UsageError(f"--contract: --{wrong[0]} has no effect; leave it out")
+    if options.level == "train":
+        raise UsageError("--contract: compares values and logits; give --level forward or bytes")
+    source = Checkpoint.open(src, options.described.with_(iteration=None))
+    right = Checkpoint.open(dst, options.described)
+    edits = steps.again(right.files.manifest.get("edits"), right)
+    facts: dict[str, Any] = {"hf": str(source.path), "megatron": str(right.path), "notes": []}
+    both = source.with_optimizer(), right.with_optimizer()
+    if source.optimizer is None or right.optimizer is None:
+        both = source, right
+    if (source.optimizer is None) != (right.optimizer is None):
+        facts["notes"].append("the state of the optimizer is not compared: one side has none")
+    options.tell("doing the edits again, and comparing all values")
+    left = replace(both[0], merging=Editing(tuple(edits), both[0]))
+    apart = dims_apart(left, both[1])
+    values = compare_values(left, both[1])
+    # what the edits leave out is not compared, and is no fault
+    dropped = {*source.layout.dropped, *right.layout.dropped}
+    found = values.difference
+    found.dropped = [text for text in found.dropped if any(f": {key} (" in text for key in dropped)]
+    reasons = [*map(say_dim, apart), *values.reasons(left, both[1])]
+    facts |= {"dims": apart, "values": found.json()}
+    facts["notes"] += [f"edited, {edit.contract}: {edit.words}" for edit in edits]
+    others = [edit for edit in edits if not isinstance(edit, Vocabulary)]
+    if options.level != "bytes" and not reasons:
+        if all(edit.contract == EXACT for edit in others):
+            reasons += _logits_apart(source, right, edits, options, facts["notes"])
+        else:
+            facts["notes"].append("the logits are not compared: the edits do not keep them")
+    missing = values.not_compared(left, both[1])
+    verdict = "fail" if reasons else "incomplete" if missing else "pass"
+    return Verdict(verdict, [*reasons, *missing], facts)
+
+
+def _logits_apart(
+    source: Checkpoint,
+    right: Checkpoint,
+    edits: Sequence[Edit],
+    options: VerifyOptions,
+    notes: list[str],
+) -> list[str]:
+    """Returns the reason why the logits are too far apart, none if they are near. Adds a note on
+    what was measured.
+    """
+    if not source.dims["causal"] or source.dims["encoder_layers"]:
+        raise UsageError(f"{source.path}: is no decoder; --level bytes compares all values")
+    launching.require("torch", "transformers")
+    device = launching.device(options.device, 1)
+    old_of = np.arange(source.dims["vocab_size"])  # of each new token; -1 if it is new
+    for edit in (edit for edit in edits if isinstance(edit, Vocabulary)):
+        before, old_of = old_of, np.full(edit.size, -1)
+        for run in edit.runs(len(before)):
+            old_of[run.new : run.new + run.rows] = before[run.old : run.old + run.rows]
+    new = np.flatnonzero(old_of >= 0)
+    old = old_of[new]
+    if not len(new):
+        notes.append("the logits are not compared: no token is kept")
+        return []
+    work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-contract-"))
+    try:
+        described = _as_hf(source, work / "source")
+        instead = text_for(source.mapping, read_config(described))
+        made = [
+            *read_tokens(options.tokens, len(old_of)),
+            *random_sequences(source.dims, options.sequences, options.length, instead),
+        ]
+        at = [np.array(sequence) % len(new) for sequence in made]
+        sides = ((source, described, old), (right, _as_hf(right, work / "result"), new))
+        found = [
+            _run(
+                side,
+                path,
+                [kept[one].tolist() for one in at],
+                work / f"run{number}",
+                device,
+                options,
+            )
+            for number, (side, path, kept) in enumerate(sides)
+        ]
+        apart = noise = largest = spread = 0.0
+        for index in range(len(at)):
+            ours, theirs = found[0](index)[:, old], found[1](index)[:, new]
+            apart = max(apart, float(np.abs(ours - theirs).max()))
+            largest, spread = (
+                max(largest, float(np.abs(ours).max())),
+                max(spread, float(ours.std())),
+            )
+            with np.load(work / "run0" / f"reference.{index}.npz") as arrays:
+                noise = max(noise, float(arrays["noise_max_abs"].max()))
+    finally:
+        if options.keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+    tolerance = min(NOISE * max(noise, ROUNDING * largest), SHARE * spread)
+    said = f"logits of {len(new):,} tokens, in float32: max {apart:.3g}, tolerance {tolerance:.3g}"
+    notes.append(f"{said} (noise of transformers {noise:.3g})")
+    return [] if apart <= tolerance else [f"{said}: the edits should keep them"]
+
+
+def _as_hf(side: Checkpoint, copy: Path) -> Path:
+    """Returns a Hugging Face directory of the weights, which transformers reads."""
+    if not (side.is_megatron or side.opened.quantised or side.opened.notes):
+        return side.path
+    plan = planning.make_plan(side, copy, TargetOptions(format=formats.HUGGING_FACE))
+    plan.run(checksum="none")
+    return copy
+
+
+def _run(
+    side: Checkpoint,
+    path: Path,
+    sequences: list[list[int]],
+    out: Path,
+    device: str,
+    options: VerifyOptions,
+) -> Callable[[int], np.ndarray]:
+    """Runs transformers, and returns what reads the logits of a sequence."""
+    out.mkdir(parents=True)
+    options.tell(f"transformers computes the logits of {side.path}")
+    job: dict[str, Any] = {"hf": str(path), "out": str(out), "dtype": "float32", "casts": []}
+    job |= {"sequences": sequences, "uncast": [], "config": {}, "carried": [], "instead": []}
+    job |= {"vocab_size": side.dims["vocab_size"], "length": len(sequences[-1])}
+    job["parts"] = side.dims["layer_parts"][: side.dims["num_layers"]]
+    config = dict(side.mapping.verify) if not side.is_megatron else {}
+    if not side.is_megatron and side.mapping.head:
+        job["carried"] = list(side.mapping.form({}).carried)
+        config |= {"tie_word_embeddings": True} if side.dims["tied"] else {}
+    job["config"] = config
+    launching.launch("mckpt.trainer.reference", job, out, device)
+    return lambda index: np.asarray(np.load(out / f"logits.{index}.npy"))

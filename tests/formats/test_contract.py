@@ -1,0 +1,159 @@
+"""`mckpt verify --contract`: a result that is not that of its edits is found."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mckpt
+from mckpt.editing import layers, steps, vocabulary
+from tests.formats.test_edit import Tensors, written
+from tests.helpers import tiny
+from tests.helpers.commands import good, refused
+from tests.helpers.commands import mckpt as run
+
+SOURCE = Path(__file__).parents[2] / "fixtures" / "tiny-qwen3"
+RECIPE = "- layers: {{silent_after: [0]}}\n- kv_heads: {{times: 2}}\n- vocab: {{map: {}}}\n"
+
+
+def edited(directory: Path, recipe: str = RECIPE) -> Path:
+    """Returns the result of edits that move rows and layers."""
+    ids = {str(n + n // 50): old for n, old in enumerate(reversed(range(20, 271)))}
+    (directory / "ids.json").write_text(json.dumps(ids))
+    recipe = recipe.format(directory / "ids.json")
+    good("edit", SOURCE, directory / "out", "--recipe", written(recipe, directory))
+    return directory / "out"
+
+
+def swapped(tensors: Tensors, first: str, second: str) -> None:
+    for name in [name for name in tensors if first in name]:
+        other = name.replace(first, second)
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def one_bit(tensors: Tensors) -> None:
+    tensors["model.norm.weight"].view("u1")[0] ^= 1
+
+
+def a_row(tensors: Tensors) -> None:
+    rows = tensors["lm_head.weight"]
+    rows[7], rows[8] = rows[8].copy(), rows[7].copy()
+
+
+def a_new_row(tensors: Tensors) -> None:
+    tensors["model.embed_tokens.weight"][50] = 0
+
+
+def a_silent_layer(tensors: Tensors) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name.replace("1", "2")]
+
+
+FAULTS: list[tuple[Callable[[Tensors], None], str]] = [
+    (one_bit, "final_norm.weight: 1 element differs"),
+    (a_row, "lm_head.weight"),
+    (a_new_row, "embed.weight"),
+    (a_silent_layer, "layers.1.mlp.down.weight"),
+    (lambda tensors: swapped(tensors, "layers.2.", "layers.3."), "layers.2.attn.q.weight"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS)
+def test_a_wrong_value_of_the_result_is_found(
+    fault: Callable[[Tensors], None], words: str, tmp_path: Path
+) -> None:
+    out = edited(tmp_path)
+    good("verify", SOURCE, out, "--contract", "--level", "bytes")
+    path = out / "model.safetensors"
+    tensors = {name: tensor.copy() for name, tensor in load_file(path).items()}
+    fault(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    said = run("verify", SOURCE, out, "--contract", "--level", "bytes")
+    assert said.code == 1 and words in said.out and "FAIL" in said.out, said.out
+
+
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+def test_the_logits_of_kept_tokens_are_compared(tmp_path: Path) -> None:
+    out = edited(tmp_path)
+    dist, megatron = tmp_path / "dist", tmp_path / "megatron"
+    mckpt.convert(SOURCE, dist, tp=2)
+    good("edit", dist, megatron, "--recipe", tmp_path / "recipe.yaml", "--tp", 1)
+    for source, result in ((SOURCE, out), (dist, megatron)):
+        said = good("verify", source, result, "--contract", "--length", 32, "--sequences", 2)
+        assert "logits of 251 tokens, in float32: max 0, tolerance" in said.out, said.out
+    # an edit that says that it keeps them, and does not
+    manifest = json.loads((out / "mckpt.json").read_text())
+    (tmp_path / "other").mkdir()
+    other = edited(tmp_path / "other", "- layers: {{order: [0, 0, 1, 2, 3]}}\n")
+    said = good("verify", SOURCE, other, "--contract", "--length", 32)
+    assert "the edits do not keep them" in said.out and manifest["edits"]
+
+
+def test_a_moment_that_was_not_moved_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "source")
+    count = mckpt.open(source).dims["vocab_size"]
+    (tmp_path / "ids.json").write_text(json.dumps({n: (n + 3) % count for n in range(count)}))
+    recipe = f"- vocab: {{map: {tmp_path / 'ids.json'}}}\n- layers: {{order: [1, 0, 1]}}\n"
+    args = "--recipe", written(recipe, tmp_path), "--format", "torch", "--target-tp", 1
+    good("edit", source, tmp_path / "out", *args)
+    good("verify", source, tmp_path / "out", "--contract", "--level", "bytes")
+    with monkeypatch.context() as patch:
+        rows = re.compile(r"(embed|lm_head)\.(weight|bias)(@master)?")
+        patch.setattr(vocabulary, "ROWS", rows)
+        good("edit", source, tmp_path / "wrong", *args)
+    said = run("verify", source, tmp_path / "wrong", "--contract", "--level", "bytes")
+    assert said.code == 1, said.out
+    assert "embed.weight@exp_avg: " in said.out and "embed.weight: " not in said.out
+
+
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+def test_an_edit_that_changes_logits_and_should_not_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are those of the edit, which is wrong itself: silent layers are not silent."""
+    monkeypatch.setattr(layers, "OUTPUTS", re.compile(r"layers\.\{layer\}\.attn\.o\.weight"))
+    out = edited(tmp_path, "- layers: {{silent_after: [1]}}\n")
+    good("verify", SOURCE, out, "--contract", "--level", "bytes")
+    said = run("verify", SOURCE, out, "--contract", "--length", 32)
+    assert said.code == 1 and "the edits should keep them" in said.out, said.out
+
+
+def test_a_checkpoint_without_a_contract_is_refused(tmp_path: Path) -> None:
+    good("hf-to-megatron", SOURCE, tmp_path / "dist")
+    args = ("verify", SOURCE, tmp_path / "dist", "--contract")
+    refused(2, "has no edits, so `mckpt edit` did not write it", args=args)
+    refused(2, "--tp has no effect", args=(*args, "--tp", 2))
+    graft = f"- graft: {{{{from: {SOURCE}, take: head}}}}\n"
+    out = edited(tmp_path, graft)
+    words = "its edit Graft cannot be done again"
+    refused(2, words, args=("verify", SOURCE, out, "--contract", "--level", "bytes"))
+
+
+STEPS = {
+    "layers": "{silent_after: [1, 1]}",
+    "untie": "{}",
+    "kv_heads": "{times: 2}",
+    "vocab": "{size: 500, init: normal, seed: 4}",
+    "mtp": "{add: 1}",
+    "upcycle": "{experts: 4, topk: 2, granularity: 2}",
+    "prune": "{ffn: 0-5}",
+}
+
+
+@pytest.mark.parametrize("name", [*steps.EDITS])
+def test_the_manifest_has_each_edit_as_data(name: str, tmp_path: Path) -> None:
+    if name == "graft":
+        return  # it needs the other checkpoint
+    source = mckpt.open(tiny.tiny_random("qwen3-tied", tmp_path / "source"))
+    recipe = written(f"- {name}: {STEPS[name]}\n", tmp_path)
+    (edit,) = steps.read(recipe, source.dims)
+    data = json.loads(json.dumps({type(edit).__name__: edit.data}))
+    assert steps.again([data], source) == [edit]
