@@ -13,7 +13,6 @@ import mckpt
 from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import made_models, tiny
-from tests.helpers.judging import limit
 from tests.helpers.tiny import TinyModel
 
 # dense, tied, experts, latent attention and multi-token prediction, a hybrid, gated delta nets
@@ -56,7 +55,8 @@ def test_an_edit_of_a_kind_of_model(
     assert np.isfinite(logits).all()
     if exact:
         wanted = tiny.hf_logits(source, tokens)
-        assert np.abs(logits[..., : wanted.shape[-1]] - wanted).max() < limit(wanted)
+        apart = np.abs(logits[..., : wanted.shape[-1]] - wanted).max()
+        assert apart < 2e-5 * np.abs(wanted).max()
     experts = bool(mckpt.open(source).dims["num_experts"])
     mckpt.convert(source, dist, parallel=Parallel(tp=2, pp=2, ep=2 if experts else 1))
     mckpt.edit(dist, tmp_path / "edited", recipe, parallel=Parallel(tp=2))
