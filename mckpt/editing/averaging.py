@@ -8,9 +8,9 @@ planned, proved, written and continued as any other conversion, and no input is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +34,9 @@ from mckpt.values.element import SUM
 from mckpt.values.summing import BASE, Sum, Term
 
 Place = tuple[str, int, int]  # a template, layer and expert
+# of a piece in its file: the first byte, the elements to the next row and to the next column; and
+# the row and the column of the tensor
+Origin = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ class Averaging(Addition):
         files, others = list(base.files), dict[int, dict[Place, list[Matrix]]]()
         for number, layout in enumerate(layouts):
             if number == self.base:
-                others[number] = _places(layout, 0)
+                others[number] = places_of(layout, 0)
                 continue
             self._refuse_apart(number, layout, base)
-            others[number] = _places(layout, len(files))
+            others[number] = places_of(layout, len(files))
             files += layout.files
         stored = [self._summed(s, base.shapes, others) for s in base.stored if not s.replica]
         return replace(base, files=files, stored=stored)
@@ -184,25 +187,12 @@ class Averaging(Addition):
     ) -> Stored:
         """Returns stored tensors whose pieces are terms of sums."""
         self._refuse_computed(s, self.inputs[self.base])
-        added: dict[int, np.ndarray] = {}
-        for number, piece in enumerate(s.pieces):
-            own = matrix_of(piece, shapes[piece.tensor])
-            if turned := own.down < own.along:  # the buffer has the columns one after the other
-                own = own.turned
-            words = []
-            for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
-                start = int(s.at[row]) + own.start * itemsize(s.stored_as)
-                place = start, own.down, own.along, own.row, own.column
-                of = piece.tensor, *at
-                words.append(self._words(place, of, own, turned, shapes, others))
-            longest = max(map(len, words), default=0)
-            filled = [one + [0] * (longest - len(one)) for one in words]
-            added[number] = np.array(filled, "i8").reshape(len(s), -1, WIDTH)
-        return replace(s, added=added, term=self.term)
+        words = partial(self._words, shapes=shapes, others=others)
+        return with_terms(s, shapes, self.term, words)
 
     def _words(
         self,
-        place: tuple[int, int, int, int, int],
+        place: Origin,
         of: Place,
         own: Matrix,
         turned: bool,
@@ -221,22 +211,12 @@ class Averaging(Addition):
         turned: bool,
         others: Mapping[int, Mapping[Place, list[Matrix]]],
     ) -> Iterator[Term]:
-        """Yields the terms of the sum of a piece, in the order of the inputs."""
-        for number, coefficient in enumerate(self.coefficients):
-            rounded = float(np.float32(coefficient))
-            if number == self.base:
-                base = Factor(BASE, 0, 0, 0, 0)
-                yield Term(base, rounded, -own.offset, *own.box.offset, *own.box.shape)
-                continue
-            covered = 0
-            for one in others[number].get(place, ()):
-                part = one.turned if turned else one
-                if (inner := overlap(own.box, part.box)) is None:
-                    continue
-                self._refuse_computed(part.of, self.inputs[number])
-                covered += math.prod(inner.shape)
-                yield Term(part.factor, rounded, -part.offset, *part.box.offset, *part.box.shape)
-            assert covered == own.rows * own.columns, (place, number, covered)
+        """Returns the terms of the sum of a piece, in the order of the inputs."""
+
+        def check(s: Stored, number: int) -> None:
+            self._refuse_computed(s, self.inputs[number])
+
+        return terms(place, own, turned, self.coefficients, self.base, others, check)
 
     def _refuse_computed(self, s: Stored, of: Checkpoint) -> None:
         """Raises UsageError for a tensor whose elements are not stored as they are."""
@@ -250,6 +230,64 @@ class Averaging(Addition):
                 f"{of.path}: {s.key} is stored in {s.rounded_from} as the master copy; give"
                 " --from masters"
             )
+
+
+def with_terms(
+    s: Stored,
+    shapes: Mapping[str, tuple[int, ...]],
+    term: str,
+    words_of: Callable[[Origin, Place, Matrix, bool], list[int]],
+) -> Stored:
+    """Returns stored tensors whose pieces are terms of computations of a kind.
+
+    words_of: returns the numbers that describe the computation of a piece, from its place in its
+        file, its tensor, the piece as a matrix, and whether that is turned.
+    """
+    added: dict[int, np.ndarray] = {}
+    for number, piece in enumerate(s.pieces):
+        own = matrix_of(piece, shapes[piece.tensor])
+        if turned := own.down < own.along:  # the buffer has the columns one after the other
+            own = own.turned
+        words = []
+        for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+            start = int(s.at[row]) + own.start * itemsize(s.stored_as)
+            place = start, own.down, own.along, own.row, own.column
+            words.append(words_of(place, (piece.tensor, *at), own, turned))
+        longest = max(map(len, words), default=0)
+        filled = [one + [0] * (longest - len(one)) for one in words]
+        added[number] = np.array(filled, "i8").reshape(len(s), -1, WIDTH)
+    return replace(s, added=added, term=term)
+
+
+def terms(
+    place: Place,
+    own: Matrix,
+    turned: bool,
+    coefficients: Sequence[float],
+    base: int,
+    others: Mapping[int, Mapping[Place, list[Matrix]]],
+    check: Callable[[Stored, int], None],
+) -> Iterator[Term]:
+    """Yields the terms of the sum of a piece, in the order of the inputs.
+
+    base: the number of the input whose piece it is. others: the parts of the tensors of each other
+    input. check: raises UsageError for tensors of an input that cannot be summed.
+    """
+    for number, coefficient in enumerate(coefficients):
+        rounded = float(np.float32(coefficient))
+        if number == base:
+            factor = Factor(BASE, 0, 0, 0, 0)
+            yield Term(factor, rounded, -own.offset, *own.box.offset, *own.box.shape)
+            continue
+        covered = 0
+        for one in others[number].get(place, ()):
+            part = one.turned if turned else one
+            if (inner := overlap(own.box, part.box)) is None:
+                continue
+            check(part.of, number)
+            covered += math.prod(inner.shape)
+            yield Term(part.factor, rounded, -part.offset, *part.box.offset, *part.box.shape)
+        assert covered == own.rows * own.columns, (place, number, covered)
 
 
 def chosen(paths: Sequence[Path], options: AverageOptions) -> list[tuple[Path, int | None]]:
@@ -408,7 +446,7 @@ def matrix_of(
     return Matrix(row, column, rows, columns, piece.start, down, along, piece.offset, of, file, at)
 
 
-def _places(layout: Layout, first: int) -> dict[Place, list[Matrix]]:
+def places_of(layout: Layout, first: int) -> dict[Place, list[Matrix]]:
     """Returns the parts of each logical tensor. first: the number of the layout's first file."""
     found: dict[Place, list[Matrix]] = {}
     for s in layout.stored:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -37,6 +37,8 @@ EXACT, KEPT, FORMULA = "exact", "kept", "formula"
 
 class Edit(ABC):
     """One edit. Its methods raise UsageError for a model that cannot be edited so."""
+
+    last: ClassVar[bool] = False  # no edit can follow, because its elements are sums
 
     @staticmethod
     @abstractmethod
@@ -149,6 +151,9 @@ def edited(source: Checkpoint, edits: Sequence[Edit]) -> Checkpoint:
     """Returns the checkpoint with some edits. Raises UsageError for those that cannot be done."""
     if source.merging is not None:
         raise UsageError(f"{source.path}: is merged or edited already; write the result first")
+    for edit in edits[:-1]:
+        if edit.last:
+            raise UsageError(f"{edit.words}: must be the last edit")
     for edit in edits:
         if why := edit.unfit(source):
             raise UsageError(why)

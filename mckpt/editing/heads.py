@@ -1,18 +1,23 @@
-"""Edits of heads: an output layer of its own, and repeated heads of keys and values."""
+"""Edits of heads: an output layer of its own, and more or fewer heads of keys and values."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mckpt.editing.edits import EXACT, Edit
-from mckpt.editing.pieces import rows, under
+from mckpt.editing.averaging import Matrix, Origin, Place, places_of, terms, with_terms
+from mckpt.editing.edits import EXACT, FORMULA, Edit
+from mckpt.editing.pieces import only, rows, under
 from mckpt.errors import UsageError
+from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.mapping import Dims
+from mckpt.values.adding import FACTORS
+from mckpt.values.element import SUM
+from mckpt.values.summing import Sum
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,11 @@ class RepeatHeads(Edit):
     contract = EXACT
 
     @staticmethod
-    def of(given: dict[str, Any], dims: Dims) -> RepeatHeads:
-        if given.keys() != {"times"} or not isinstance(given["times"], int):
-            raise ValueError("wants times, a number")
+    def of(given: dict[str, Any], dims: Dims) -> Edit:
+        if given.keys() == {"mean"} and type(given["mean"]) is int:
+            return MeanHeads(given["mean"])
+        if given.keys() != {"times"} or type(given["times"]) is not int:
+            raise ValueError("wants times or mean, a number")
         return RepeatHeads(given["times"])
 
     @property
@@ -57,12 +64,8 @@ class RepeatHeads(Edit):
         return f"each key and value head is there {self.times} times"
 
     def dims(self, dims: Dims) -> Dims:
+        refuse_other_heads(dims)
         groups = dims["num_query_groups"] * self.times
-        others = ("mla", "kv_sharing_layers", "full_qk_norm", "encoder_layers")
-        if any(map(dims.get, others)) or any(dims["linear_layers"]):
-            raise UsageError(
-                "kv_heads: the model has an attention without such heads in each layer"
-            )
         if self.times < 2 or dims["num_heads"] % groups:
             raise UsageError(
                 f"kv_heads: {dims['num_query_groups']} heads times {self.times} do not divide the"
@@ -72,13 +75,12 @@ class RepeatHeads(Edit):
         return {**dims, "num_query_groups": groups, "query_groups": each}
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
-        heads = {"k": dims["head_dim"], "v": dims["v_head_dim"]}
         shapes, stored = dict(layout.shapes), list[Stored]()
         for name, shape in layout.shapes.items():
-            if self._width(name, heads):
+            if width_of(name, dims):
                 shapes[name] = (shape[0] * self.times, *shape[1:])
         for s in layout.stored:
-            wide = [p for p in s.pieces if self._width(p.tensor, heads)]
+            wide = [p for p in s.pieces if width_of(p.tensor, dims)]
             if not wide:
                 stored.append(s)
                 continue
@@ -86,16 +88,23 @@ class RepeatHeads(Edit):
             stored += [replace(s, pieces=rest, view=True)] if rest else []
             for at in range(self.times):
                 pieces = itertools.chain.from_iterable(
-                    _spread(p, self._width(p.tensor, heads), self.times, at) for p in wide
+                    _spread(p, width_of(p.tensor, dims), self.times, at) for p in wide
                 )
                 stored.append(replace(s, pieces=tuple(pieces), view=True))
         return replace(layout, stored=stored, shapes=shapes)
 
-    @staticmethod
-    def _width(name: str, heads: Mapping[str, int]) -> int:
-        """Returns the rows of one head of a tensor with heads of keys or values, else 0."""
-        found = re.fullmatch(r"layers\.\{layer\}\.attn\.([kv])\.(weight|bias)(@.*)?", name)
-        return heads[found[1]] if found else 0
+
+def refuse_other_heads(dims: Dims) -> None:
+    """Raises UsageError for a model without such heads of keys and values in each layer."""
+    others = ("mla", "kv_sharing_layers", "full_qk_norm", "encoder_layers")
+    if any(map(dims.get, others)) or any(dims["linear_layers"]):
+        raise UsageError("kv_heads: the model has an attention without such heads in each layer")
+
+
+def width_of(name: str, dims: Dims) -> int:
+    """Returns the rows of one head of a tensor with heads of keys or values, else 0."""
+    found = re.fullmatch(r"layers\.\{layer\}\.attn\.([kv])\.(weight|bias)(@.*)?", name)
+    return int(dims["head_dim" if found[1] == "k" else "v_head_dim"]) if found else 0
 
 
 def _spread(piece: Piece, width: int, times: int, at: int) -> Iterator[Piece]:
@@ -108,3 +117,94 @@ def _spread(piece: Piece, width: int, times: int, at: int) -> Iterator[Piece]:
             within = part.box.offset[0] - head * width
             offset = ((head * times + at) * width + within, *part.box.offset[1:])
             yield part._replace(box=part.box._replace(offset=offset))
+
+
+@dataclass(frozen=True)
+class MeanHeads(Edit):
+    """Makes `mean` heads of keys and values, each the mean of as many neighbours.
+
+    An element is the sum of float32 values times 1/n, by fused multiply-adds in the order of the
+    heads, rounded once. Means of master copies and moments are computed alike; a weight that has a
+    master copy is the rounded mean of the master copies.
+    """
+
+    mean: int
+    contract = FORMULA
+    last = True
+
+    @staticmethod
+    def of(given: dict[str, Any], dims: Dims) -> MeanHeads:
+        return MeanHeads(given["mean"])
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.mean} heads of keys and values are the means of neighbours: fused multiply-adds"
+            " in float32 in their order, rounded once"
+        )
+
+    def dims(self, dims: Dims) -> Dims:
+        refuse_other_heads(dims)
+        old = dims["num_query_groups"]
+        if not 0 < self.mean < old or old % self.mean:
+            raise UsageError(f"kv_heads: mean {self.mean}: does not divide the {old} heads")
+        each = [n * self.mean // old for n in dims["query_groups"]]
+        return {**dims, "num_query_groups": self.mean, "query_groups": each}
+
+    def layout(self, layout: Layout, dims: Dims) -> Layout:
+        num = dims["num_query_groups"] // self.mean
+        widths = {name: width for name in layout.shapes if (width := width_of(name, dims))}
+        shapes = {
+            name: (shape[0] // num, *shape[1:]) if name in widths else shape
+            for name, shape in layout.shapes.items()
+        }
+        wide = list(_from_masters(layout, widths.__contains__))
+        # the heads with the place `at` in their group, as if they were all
+        inputs = [[_heads(s, widths, num, at) for s in wide if not s.replica] for at in range(num)]
+        others = {at: places_of(replace(layout, stored=s), 0) for at, s in enumerate(inputs)}
+
+        def words(place: Origin, of: Place, own: Matrix, turned: bool) -> list[int]:
+            found = terms(of, own, turned, [1 / num] * num, 0, others, _refuse_computed)
+            return Sum(*place, tuple(found)).words()
+
+        rest = list(only(layout.stored, lambda name: name not in widths))
+        for s in inputs[0]:
+            _refuse_computed(s)
+        stored = rest + [with_terms(s, shapes, SUM, words) for s in inputs[0] if s.pieces]
+        return replace(layout, stored=stored, shapes=shapes)
+
+
+def _from_masters(layout: Layout, wanted: Any) -> Iterator[Stored]:
+    """Yields the wanted tensors; weights are read from their master copies, if they have some."""
+    dtypes = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+    suffix = f"@{MASTER}"
+    yield from only(
+        layout.stored, lambda name: wanted(name) and f"{name}{suffix}" not in layout.shapes
+    )
+    for s in only(layout.stored, lambda name: wanted(name) and name.endswith(suffix)):
+        for piece in s.pieces:
+            name = piece.tensor.removesuffix(suffix)
+            wide = s.stored_as if s.stored_as != dtypes[name] else None
+            own = (piece._replace(tensor=name),)
+            yield replace(s, pieces=own, dtype=dtypes[name], rounded_from=wide, view=True)
+
+
+def _heads(s: Stored, widths: dict[str, int], num: int, at: int) -> Stored:
+    """Returns the heads at, at + num and so on of stored tensors, as the heads 0, 1 and so on."""
+    found: list[Piece] = []
+    for piece in (p for p in s.pieces if not p.copy):
+        width, end = widths[piece.tensor], piece.box.offset[0] + piece.box.shape[0]
+        for new, first in enumerate(range(at * width, end, num * width)):
+            for part in rows(piece, first, first + width):
+                row, *others = part.box.offset
+                offset = (row - first + new * width, *others)
+                found.append(part._replace(box=part.box._replace(offset=offset)))
+    return replace(s, pieces=tuple(found), view=True)
+
+
+def _refuse_computed(s: Stored, _: int = 0) -> None:
+    if s.scales or s.added or s.stored_as not in FACTORS:
+        raise UsageError(
+            f"kv_heads: mean: {s.key} is stored quantised or as {s.stored_as}; convert the"
+            " checkpoint to one of plain weights first"
+        )

@@ -2,7 +2,7 @@
 
 - layers: {drop: 20-23}          keep, drop, order or silent_after, each a list of ranges
 - untie
-- kv_heads: {times: 2}
+- kv_heads: {times: 2}           or {mean: 2}
 - vocab: {size: 151936, init: mean}
 - mtp: {add: 1}                  or {drop: true}
 - prune: {experts: [0, 2-5]}      experts, ffn, heads or hidden, each a list or {layer: list}

@@ -193,7 +193,9 @@ def test_several_edits_follow_each_other_and_continue(tmp_path: Path) -> None:
         ("- untie\n- grow: {}", "recipe.yaml:2: 'grow' is not an edit"),
         ("- untie: {now: 1}", "has no parameters"),
         ("- kv_heads: {times: 3}", "do not divide"),
-        ("- kv_heads: {}", "wants times"),
+        ("- kv_heads: {}", "wants times or mean"),
+        ("- kv_heads: {mean: 3}", "mean 3: does not divide the 4 heads"),
+        ("- kv_heads: {mean: 2}\n- untie", "must be the last edit"),
         ("- vocab: {init: mean}", "size is missing"),
         ("- vocab: {size: 500, init: guess}", "init is mean, normal"),
         ("- vocab: {size: 500, init: 1000}", "has the rows 0 to"),
@@ -231,3 +233,51 @@ def test_models_that_an_edit_does_not_know_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(MckptError, match=words):
             mckpt.edit(latent, tmp_path / "out", written(recipe, tmp_path))
+
+
+def mean_heads(tensor: np.ndarray, num: int, width: int) -> np.ndarray:
+    """Returns the mean of each group of `num` neighbouring heads, in float32."""
+    heads = tensor.astype("f4").reshape(-1, num, width, *tensor.shape[1:])
+    total = np.zeros_like(heads[:, 0])
+    for at in range(num):  # products of powers of 2 are exact, so one rounding is left
+        total += np.float32(1 / num) * heads[:, at]
+    return total.astype(tensor.dtype).reshape(-1, *tensor.shape[1:])
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3-moe"])
+def test_fewer_heads_are_the_means_of_their_neighbours(case: str, tmp_path: Path) -> None:
+    source = made(case, tmp_path)
+    tensors, dims = load_file(source / "model.safetensors"), mckpt.open(source).dims
+    num = 4 if case == "qwen3-moe" else 2
+    mean = dims["num_query_groups"] // num
+    expected = {
+        name: mean_heads(tensor, num, dims["head_dim"])
+        if re.search(r"self_attn\.[kv]_proj\.(weight|bias)$", name)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    recipe = written(f"- kv_heads: {{mean: {mean}}}\n", tmp_path)
+    out, dist, megatron = (tmp_path / name for name in ("out", "dist", "megatron"))
+    said = good("edit", source, out, "--recipe", recipe)
+    assert f"edited, formula: {mean} heads of keys and values" in said.err
+    same(out, expected)
+    mckpt.convert(source, dist, format="torch", tp=2, pp=2)
+    good("edit", dist, megatron, "--recipe", recipe, "--tp", 1, "--pp", 1)
+    assert not mckpt.diff(out, megatron)
+    assert mckpt.open(megatron).dims["num_query_groups"] == mean
+
+
+def test_means_of_heads_with_the_optimizer(tmp_path: Path) -> None:
+    source = tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "source")
+    recipe, out = written("- kv_heads: {mean: 1}\n", tmp_path), tmp_path / "out"
+    mckpt.edit(source, out, recipe, format="torch_dist", tp=1, pp=2)
+    before, after = (mckpt.open(path).with_optimizer() for path in (source, out))
+    assert before.keys() == after.keys()
+    for name in after:
+        values, wanted = after[name][:].numpy(), before[name][:].numpy()
+        weight, _, kind = name.partition("@")
+        if re.search(r"attn\.[kv]\.weight", name):
+            held = wanted if kind else before[f"{weight}@master"][:].numpy()
+            wanted = mean_heads(held, 2, 8).astype(wanted.dtype)
+        assert values.tobytes() == wanted.tobytes(), name
+    assert mckpt.check(out).verdict == "sound"
