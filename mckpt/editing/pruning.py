@@ -68,6 +68,19 @@ class Prune(Edit):
         return Prune(sizes, digest, kept)
 
     @property
+    def data(self) -> dict[str, Any]:
+        """Returns the kept indices as ranges, by layer where layers differ."""
+        out: dict[str, Any] = {}
+        for what, kept in self.kept.items():
+            texts = {
+                str(layer): ",".join(f"{at}-{at + count - 1}" for at, count in _runs(one))
+                for layer, one in kept.items()
+            }
+            alike = len(set(kept.values())) == 1
+            out[what] = next(iter(texts.values())) if alike else texts
+        return out
+
+    @property
     def words(self) -> str:
         return "kept are " + ", ".join(f"{size} {AXES[what].words}" for what, size in self.sizes)
 

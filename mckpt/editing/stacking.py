@@ -42,6 +42,10 @@ class Stack(Edit):
         return Stack(tuple(order), tuple(digest_of(o.layout) for o in others), tuple(others))
 
     @property
+    def data(self) -> dict[str, Any]:
+        return {"order": [list(one) for one in self.order], "digests": list(self.digests)}
+
+    @property
     def words(self) -> str:
         return f"{counted(len(self.order), 'layer')} of {counted(1 + len(self.others), 'model')}"
 

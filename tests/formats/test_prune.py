@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import mckpt
 from mckpt.editing import steps
 from mckpt.editing.edits import edited
+from mckpt.editing.pruning import Prune
 from tests.formats.test_edit import Tensors, made, same, written
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
@@ -280,6 +281,9 @@ def test_several_axes_at_once(tmp_path: Path) -> None:
     ):
         assert words in said.out, words
     plain = mckpt.open(source)
+    (recorded,) = json.loads((out / "mckpt.json").read_text())["edits"]
+    assert recorded["Prune"]["experts"] == "4-5,0-1,10-10,9-9,15-15,12-12"
+    assert Prune.of(recorded["Prune"], plain.dims) == Prune.of(given, plain.dims)
     dropped = edited(plain, steps.read(tmp_path / "recipe.yaml", plain.dims)).layout.dropped
     left = {re.sub(r"layers\.\d+|(gate|up|down)\.weight", "", name) for name in dropped}
     assert {f".moe.experts.{n}." for n in range(16) if n not in experts} < left
