@@ -263,7 +263,9 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     if named := source.model.options.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
-    found = mapping.families_for(source.dims)
+    from mckpt.mapping.choosing import families_for
+
+    found = families_for(source.dims)
     best = found.best
     if len(best) == 1:
         others = [f.name for f in found.families if f is not best[0]]

@@ -43,6 +43,7 @@ from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, whole_box
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims, MappingFile
+from mckpt.mapping.choosing import families_for
 
 MLP = re.compile(r"layers\.\{layer\}\.mlp\.(gate|up|down)\.weight(?:@(.*))?")
 MLP_OF, SHARED = "layers.{{layer}}.mlp.{}.weight", "layers.{{layer}}.moe.shared.{}.weight"
@@ -171,7 +172,7 @@ class Upcycle(Edit):
             return
         near = [
             f"; {'; '.join(why.values())}"
-            for _, why in mapping.families_for(after).others
+            for _, why in families_for(after).others
             if not {"config", "requires"} & why.keys()
         ]
         other = replace(self, shared=not self.shared)
@@ -290,7 +291,7 @@ class Upcycle(Edit):
 
 def _families(dims: Dims) -> list[MappingFile]:
     """Returns the families of transformers that compute a model with these dims, best first."""
-    best = mapping.families_for(dims).best
+    best = families_for(dims).best
     return [family for family in best if mapping.in_transformers(family.architectures[0])]
 
 

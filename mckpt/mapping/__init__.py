@@ -1,6 +1,5 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
-from mckpt.mapping.choosing import families_for
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import NO_MTP, Dims, MappingFile, Scope, without_mtp
 from mckpt.mapping.fit import misfits
@@ -69,7 +68,6 @@ __all__ = [
     "dialect_of_whole",
     "digest_of",
     "equal",
-    "families_for",
     "family_with",
     "folder",
     "in_memory",
