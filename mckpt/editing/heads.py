@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mckpt.checkpoint.logical import Reader
 from mckpt.editing.averaging import Matrix, Origin, Place, places_of, terms, with_terms
 from mckpt.editing.edits import EXACT, FORMULA, Edit
 from mckpt.editing.pieces import only, rows, under
 from mckpt.errors import UsageError
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import Layout, Piece, Stored
+from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims
 from mckpt.values.adding import FACTORS
 from mckpt.values.element import SUM
 from mckpt.values.summing import Sum
+
+ROWS = 1024  # of the vocabulary that are compared at once
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,57 @@ class Untie(Edit):
         head = under(layout, {"embed.weight": "lm_head.weight"})
         shapes = {**layout.shapes, **head.shapes}
         return replace(layout, stored=[*layout.stored, *head.stored], shapes=shapes)
+
+
+@dataclass(frozen=True)
+class Tie(Edit):
+    """Leaves out an output layer that equals the embedding bit for bit, as a tied model does.
+
+    rows: those of the vocabulary, without padding. The states are those of the embedding.
+    """
+
+    rows: int
+    contract = EXACT
+    words = "the embedding is the output layer too"
+
+    @staticmethod
+    def of(given: dict[str, Any], dims: Dims) -> Tie:
+        if given:
+            raise ValueError("has no parameters")
+        return Tie(dims["vocab_size"])
+
+    def dims(self, dims: Dims) -> Dims:
+        if dims["tied"]:
+            raise UsageError("tie: the embedding of the model is its output layer already")
+        return {**dims, "tied": True}
+
+    def layout(self, layout: Layout, dims: Dims) -> Layout:
+        pair = ("embed.weight", "lm_head.weight")
+        compared = list(only(layout.stored, lambda name: name in pair))
+        reader = Reader(
+            replace(layout, stored=compared, shapes={n: layout.shapes[n] for n in pair})
+        )
+        apart = 0
+        for at in range(0, self.rows, ROWS):
+            end = min(at + ROWS, self.rows)
+            one, other = (
+                np.ascontiguousarray(reader[name][at:end].numpy()).view("u1").reshape(end - at, -1)
+                for name in pair
+            )
+            same = one.shape == other.shape
+            apart += int((one != other).any(axis=1).sum()) if same else end - at
+        if apart:
+            raise UsageError(
+                f"tie: {apart:,} of {self.rows:,} rows of the output layer differ from the"
+                " embedding; leave tie out"
+            )
+        why = "it equals the embedding"
+        return replace(
+            layout,
+            stored=list(only(layout.stored, lambda name: name.partition("@")[0] != pair[1])),
+            dropped={**layout.dropped, pair[1]: why},
+            ignored={**layout.ignored, pair[1]: why},
+        )
 
 
 @dataclass(frozen=True)

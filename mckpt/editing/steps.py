@@ -1,7 +1,7 @@
 """Reads recipes: lists of edits in YAML, as `mckpt edit --recipe` takes them.
 
 - layers: {drop: 20-23}          keep, drop, order or silent_after, each a list of ranges
-- untie
+- untie                          or tie
 - kv_heads: {times: 2}           or {mean: 2}
 - vocab: {size: 151936, init: mean}
 - mtp: {add: 1}                  or {drop: true}
@@ -23,7 +23,7 @@ import msgspec
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import Edit
 from mckpt.editing.grafting import Graft
-from mckpt.editing.heads import RepeatHeads, Untie
+from mckpt.editing.heads import RepeatHeads, Tie, Untie
 from mckpt.editing.layers import Layers
 from mckpt.editing.multi_token import MultiToken
 from mckpt.editing.pruning import Prune
@@ -111,6 +111,7 @@ def _why(error: Exception) -> str:
 EDITS: dict[str, type[Edit]] = {
     "layers": Layers,
     "untie": Untie,
+    "tie": Tie,
     "kv_heads": RepeatHeads,
     "vocab": Vocabulary,
     "graft": Graft,

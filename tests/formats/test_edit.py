@@ -201,6 +201,8 @@ def test_several_edits_follow_each_other_and_continue(tmp_path: Path) -> None:
         ("- vocab: {size: 500, init: 1000}", "has the rows 0 to"),
         ("[", "recipe.yaml"),
         ("untie: 1", "a recipe is a list"),
+        ("- tie", "is its output layer already"),
+        ("- tie: 3", "wants its parameters"),
         ("- untie\n- untie", "has an output layer of its own"),
     ],
 )
@@ -280,4 +282,48 @@ def test_means_of_heads_with_the_optimizer(tmp_path: Path) -> None:
             held = wanted if kind else before[f"{weight}@master"][:].numpy()
             wanted = mean_heads(held, 2, 8).astype(wanted.dtype)
         assert values.tobytes() == wanted.tobytes(), name
+    assert mckpt.check(out).verdict == "sound"
+
+
+def test_an_output_layer_that_equals_the_embedding_is_tied(tmp_path: Path) -> None:
+    source = made("qwen3-tied", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    untied, dist, again = tmp_path / "untied", tmp_path / "dist", tmp_path / "again"
+    mckpt.edit(source, untied, written("- untie\n", tmp_path))
+    mckpt.convert(untied, dist, tp=2, pp=2, divisible_by=128)
+    recipe = written("- tie\n", tmp_path)
+    for number, path in enumerate((untied, dist)):
+        out = tmp_path / f"out{number}"
+        said = good("edit", path, out, "--recipe", recipe, "--format", "hf")
+        assert "edited, exact: the embedding is the output layer too" in said.err
+        assert "lm_head.weight" in said.err + said.out
+        same(out, tensors)
+        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+    good("edit", dist, again, "--recipe", recipe, "--tp", 1)
+    assert not mckpt.diff(again, source)
+    held = load_file(untied / "model.safetensors")
+    for row in (0, 70):  # by the sign of one zero or value
+        held["lm_head.weight"][row, 3] *= -1
+    tiny.write_weights(untied, held)
+    (untied / "mckpt.json").unlink()
+    refused(2, "tie: 2 of 197 rows", args=("edit", untied, tmp_path / "no", "--recipe", recipe))
+
+
+def test_a_model_that_is_tied_keeps_the_states_of_its_embedding(tmp_path: Path) -> None:
+    source, plain = (
+        tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "a"),
+        tmp_path / "b",
+    )
+    mckpt.convert(source, plain, format="hf")
+    held = load_file(plain / "model.safetensors")
+    tiny.write_weights(plain, {**held, "lm_head.weight": held["model.embed_tokens.weight"]})
+    (plain / "mckpt.json").unlink()
+    out = tmp_path / "out"
+    refused(2, "of 64 rows", args=("edit", source, out, "--recipe", written("- tie", tmp_path)))
+    recipe = written(f"- graft: {{from: {plain}, take: head}}\n- tie\n", tmp_path)
+    mckpt.edit(source, out, recipe, format="torch_dist", tp=1, pp=2)
+    before, after = (mckpt.open(path).with_optimizer() for path in (source, out))
+    assert before.keys() - after.keys() == {n for n in before if n.startswith("lm_head.")}
+    for name in after:
+        assert after[name][:].numpy().tobytes() == before[name][:].numpy().tobytes(), name
     assert mckpt.check(out).verdict == "sound"
