@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt.errors import MckptError
@@ -86,7 +87,7 @@ def recipe(directory: Path, experts: int, topk: int, parts: int, more: str = "")
 @pytest.mark.parametrize("case", CASES)
 def test_each_expert_is_a_part_of_the_mlp(case: str, tmp_path: Path) -> None:
     source, kind = made(case, tmp_path), CASES[case]
-    tensors, before = mckpt_tensors(source), mckpt.open(source).dims
+    tensors, before = tensors_of(source), mckpt.open(source).dims
     dist = tmp_path / "dist"
     mckpt.convert(source, dist, tp=2)
     shared = ", shared: true" * (case in SHARED)
@@ -117,9 +118,7 @@ def test_each_expert_is_a_part_of_the_mlp(case: str, tmp_path: Path) -> None:
         assert mckpt.check(megatron).verdict == "sound"
 
 
-def mckpt_tensors(source: Path) -> Tensors:
-    from safetensors.numpy import load_file
-
+def tensors_of(source: Path) -> Tensors:
     return load_file(source / "model.safetensors")
 
 
@@ -227,9 +226,19 @@ def test_a_router_of_zeros_and_other_seeds(tmp_path: Path) -> None:
     assert not mckpt.diff(out["seed"], out["same"])
 
 
+def test_zeros_keep_their_sign(tmp_path: Path) -> None:
+    source, name = made("qwen3", tmp_path), "model.layers.1.mlp.down_proj.weight"
+    tensors = tensors_of(source)
+    tensors[name] = np.where(tensors[name] > 0, 0, -0.0).astype(tensors[name].dtype)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "out"
+    good("edit", source, out, "--recipe", recipe(tmp_path, 2, 2, 2))
+    same(out, upcycled(tensors, CASES["qwen3"], 2, 2, {"down": 2.0}))
+
+
 def test_an_edit_before_and_one_after(tmp_path: Path) -> None:
     source = made("qwen3", tmp_path)
-    tensors = mckpt_tensors(source)
+    tensors = tensors_of(source)
     text = "- layers: {keep: [0, 2]}\n- upcycle: {experts: 2, topk: 2, granularity: 2}\n"
     text += "- layers: {silent_after: 1}\n"
     out = tmp_path / "out"

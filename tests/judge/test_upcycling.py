@@ -1,0 +1,99 @@
+"""Mixtures of experts made by an edit, beside those that Megatron-Core's own upcycling makes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if not find_spec("megatron.core"):
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import mckpt
+from tests.helpers import tiny
+from tests.helpers.commands import good, python
+
+pytestmark = pytest.mark.judge
+
+# Gives the state dict of a dense model to megatron-core, and compares what it makes of it with a
+# checkpoint. The model that would get the result has NaN in the place of all weights but the rows
+# of its router, of which megatron-core takes the first ones.
+JUDGE = """
+    import json
+    import sys
+
+    import torch
+    from megatron.core.transformer.moe import upcycling_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    class Of:
+        def __init__(self, **fields):
+            vars(self).update(fields)
+
+    class Layer(BaseMoELayer):
+        def __init__(self, **fields):
+            inner = [("experts", fields["experts"])]
+            vars(self).update(fields, _modules={}, named_modules=lambda: inner)
+
+        forward = None
+
+    kinds = {"sequential": SequentialMLP, "grouped": TEGroupedMLP}
+
+    def compare(dense, moe, kind, parts, topk, width):
+        dense, moe = (torch.load(path, weights_only=False)["model"] for path in (dense, moe))
+        weights = {key: value for key, value in moe.items() if isinstance(value, torch.Tensor)}
+        router = [key for key in weights if key.endswith("mlp.router.weight")]
+        experts = len(weights[router[0]])
+        config = Of(
+            num_moe_experts=experts, gated_linear_unit=True, moe_router_topk=topk,
+            moe_router_pre_softmax=False, moe_ffn_hidden_size=width // parts,
+            activation_func=torch.nn.functional.silu,
+        )
+        layer = Layer(
+            num_local_experts=experts, config=config, ep_group=Of(rank=lambda: 0),
+            experts=kinds[kind].__new__(kinds[kind]),
+        )
+        fresh = {key: torch.full_like(value, float("nan")) for key, value in weights.items()}
+        for key in router:  # each of the first rows is there `parts` times in a row
+            fresh[key][: experts // parts] = weights[key][::parts]
+        to = Of(named_modules=lambda: [("mlp", layer)], state_dict=lambda: fresh)
+        mlp = Of(config=Of(ffn_hidden_size=width))
+        dense = {key: value for key, value in dense.items() if isinstance(value, torch.Tensor)}
+        of = Of(named_modules=lambda: [("mlp", mlp)], state_dict=lambda: dense)
+        found = upcycling_utils.upcycle_state_dict([to], [of])["model"]
+        assert found.keys() == weights.keys(), found.keys() ^ weights.keys()
+        for key, value in found.items():
+            assert value.dtype == weights[key].dtype, key
+            bits = [one.contiguous().view(torch.uint8) for one in (value, weights[key])]
+            assert bits[0].equal(bits[1]), key
+        print(len(found), "tensors are equal")
+
+    for case in json.loads(sys.argv[1]):
+        compare(*case)
+"""
+
+# a case, its dtype, the granularity, and how the experts are stored
+CASES = (
+    ("qwen3", "bfloat16", 2, "sequential"),
+    ("qwen3", "float32", 4, "grouped"),
+    ("llama", "float16", 1, "grouped"),
+)
+
+
+def test_the_weights_are_those_of_megatrons_own_upcycling(tmp_path: Path) -> None:
+    cases = []
+    for number, (case, dtype, parts, experts) in enumerate(CASES):
+        work = tmp_path / str(number)
+        hf = tiny.tiny_random(case, work / "hf", dtype)
+        mckpt.convert(hf, work / "dense", format="torch")
+        recipe, width, topk = work / "recipe.yaml", mckpt.open(hf).dims["ffn_size"], 2 * parts
+        given = f"experts: 3, topk: {topk}, granularity: {parts}, form: megatron"
+        recipe.write_text(f"- upcycle: {{{given}}}\n")
+        options = ("--recipe", recipe, "--format", "torch", f"--{experts}-experts")
+        good("edit", hf, work / "moe", *options)
+        files = [str(next((work / n).rglob("model_optim_rng.pt"))) for n in ("dense", "moe")]
+        cases.append([*files, experts, parts, topk, width])
+    assert python(JUDGE, json.dumps(cases)).count("tensors are equal") == len(CASES)
