@@ -162,7 +162,7 @@ def test_transformers_computes_the_logits_of_the_dense_model(tmp_path: Path) -> 
         before = tiny.hf_logits(source, tokens)
         for parts, topk in ((1, 2), (2, 2), (4, 8)):
             out = tmp_path / f"{case}-{parts}"
-            good("edit", source, out, "--recipe", recipe(tmp_path, 3, topk, parts, shared))
+            good("edit", source, out, "--recipe", recipe(tmp_path, 4, topk, parts, shared))
             after = tiny.hf_logits(out, tokens)
             apart = float(np.abs(after - before).max() / np.abs(before).max())
             assert apart < 3e-6, (case, parts, apart)
