@@ -571,8 +571,8 @@ class MappingFile(Struct, frozen=True):
         out = self.restate(out, dims, changed)
         try:
             again = self.read(out, {"vocab_size": dims["vocab_size"]})
-        except MappingError:
-            return self.restate(out, dims, list(dims))
+        except MappingError:  # it lacks keys, which the family before has under other names
+            return {**out, **written}
         return self.restate(out, dims, [n for n in dims if not equal(again[n], dims[n])])
 
     def to_restate(
