@@ -31,6 +31,8 @@ FOLLOWS_IMPL = (
     "gradient_accumulation_fusion",
     "sequence_parallel",
 )
+# settings of a run that a dense model has otherwise; its token dispatcher may be unfit for ep
+OF_EXPERTS = ("moe_token_dispatcher_type", "moe_grouped_gemm")
 PER_LAYER = "non_homogeneous_layers"  # in the common state: where Megatron-Core looks first
 
 
@@ -197,8 +199,8 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
         names.append("sequence_parallel")
     if source.files.options.no_mtp:
         names += decided.names.mapping.dims["mtp_layers"].keys
-    if "num_experts" in source.edited:  # the one of a dense model may be unfit for ep
-        names.append("moe_token_dispatcher_type")
+    if "num_experts" in source.edited:
+        names += OF_EXPERTS
     for name in source.edited:
         spec = decided.names.mapping.dims.get(name)
         names += spec.keys if spec else ()
@@ -303,6 +305,12 @@ def _changed_run_config(
     out |= dict.fromkeys(
         file.outdated & run_config.read_model(source.opened.root / RUN_CONFIG).keys()
     )
+    for name in source.edited:
+        spec = file.dims.get(name)
+        out |= {key: model[key] for key in (spec.keys if spec else ()) if key in model}
+    if "num_experts" in source.edited:
+        keys = (*OF_EXPERTS, "transformer_layer_spec")
+        out |= {key: model[key] for key in keys if key in model}
     if source.files.options.no_mtp:
         out |= {key: model.get(key) for key in file.dims["mtp_layers"].keys}
     if target.dtype is not None:

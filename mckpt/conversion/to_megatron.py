@@ -519,7 +519,7 @@ def _choices(
                 "grouped experts need --transformer-impl transformer_engine: the local spec names"
                 " no tensors for them"
             )
-    elif target.transformer_impl is None and "experts" in own:
+    elif target.transformer_impl is None and "experts" in own and source.model.dims["num_experts"]:
         # the local spec names no tensors for grouped experts
         grouped = own["experts"] == "grouped" and impl != "local"
     else:

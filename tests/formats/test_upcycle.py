@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
 import mckpt
@@ -224,6 +225,41 @@ def test_a_router_of_zeros_and_other_seeds(tmp_path: Path) -> None:
     expected = drawn(3, found.shape[0], found.shape[1], 7, 0.5).astype(found.dtype)
     assert found.tobytes() == expected.tobytes()
     assert not mckpt.diff(out["seed"], out["same"])
+
+
+def test_config_json_has_the_keys_of_the_new_class_alone(tmp_path: Path) -> None:
+    source = made("internlm2", tmp_path)
+    given = tiny_config(source)
+    more = {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "pad_token_id": 3}
+    (source / "config.json").write_text(json.dumps({**given, **more}))
+    out = tmp_path / "out"
+    good("edit", source, out, "--recipe", recipe(tmp_path, 3, 2, 2))
+    config = tiny_config(out)
+    assert config["architectures"] == ["MixtralForCausalLM"] and "auto_map" not in config
+    assert (config["pad_token_id"], config["num_local_experts"]) == (3, 6)
+    assert given["bias"] is False and "bias" not in config
+    assert None not in (config.get("rope_parameters") or config.get("rope_scaling") or {}).values()
+    assert mckpt.open(out).mapping.unknown(config) == {}
+
+
+def test_run_config_describes_the_edited_model(tmp_path: Path) -> None:
+    source, trained, out = made("qwen3", tmp_path), tmp_path / "trained", tmp_path / "out"
+    good("hf-to-megatron", source, trained, "--run-config", "--tp", 2)
+    steps = recipe(tmp_path, 2, 2, 2)
+    steps.write_text("- layers: {drop: 3}\n" + steps.read_text())
+    good("edit", trained, out, "--recipe", steps, "--tp", 2, "--ep", 2)
+    good("edit", source, tmp_path / "hf", "--recipe", steps)
+    good("hf-to-megatron", tmp_path / "hf", tmp_path / "new", "--run-config", "--tp", 2, "--ep", 2)
+    written, expected = (
+        yaml.safe_load((path / "release" / "run_config.yaml").read_text())["model"]
+        for path in (out, tmp_path / "new")
+    )
+    assert written["num_layers"] == 3 and written["num_moe_experts"] == 4
+    # the dense one has not the keys of routers, whose values are those of Megatron-Core
+    assert written == {key: expected[key] for key in written}
+    left = {key for key, value in expected.items() if value not in (None, False)} - written.keys()
+    assert left == {"moe_router_score_function"}
+    assert not mckpt.diff(out, tmp_path / "new")
 
 
 def test_zeros_keep_their_sign(tmp_path: Path) -> None:
