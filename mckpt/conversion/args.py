@@ -199,8 +199,8 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
         names.append("sequence_parallel")
     if source.files.options.no_mtp:
         names += decided.names.mapping.dims["mtp_layers"].keys
-    if "num_experts" in source.edited:
-        names += OF_EXPERTS
+    if "num_experts" in source.edited:  # the args of a dense model may lack those of a router
+        names += [*OF_EXPERTS, *(key for key in written if key not in own)]
     for name in source.edited:
         spec = decided.names.mapping.dims.get(name)
         names += spec.keys if spec else ()

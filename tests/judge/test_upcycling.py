@@ -6,6 +6,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 if not find_spec("megatron.core"):
@@ -14,6 +15,7 @@ if not find_spec("megatron.core"):
 import mckpt
 from tests.helpers import tiny
 from tests.helpers.commands import good, python
+from tests.helpers.judging import ask
 
 pytestmark = pytest.mark.judge
 
@@ -97,3 +99,41 @@ def test_the_weights_are_those_of_megatrons_own_upcycling(tmp_path: Path) -> Non
         files = [str(next((work / n).rglob("model_optim_rng.pt"))) for n in ("dense", "moe")]
         cases.append([*files, experts, parts, topk, width])
     assert python(JUDGE, json.dumps(cases)).count("tensors are equal") == len(CASES)
+
+
+def test_megatron_computes_the_logits_of_the_dense_model(tmp_path: Path) -> None:
+    hf = tiny.tiny_random("qwen3", tmp_path / "hf")
+    mckpt.convert(hf, tmp_path / "dense", tp=2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("- upcycle: {experts: 4, topk: 4, granularity: 2}\n")
+    good("edit", tmp_path / "dense", tmp_path / "moe", "--recipe", recipe, "--tp", 2, "--ep", 2)
+    tokens = tiny.tokens("qwen3")
+    case = {"checkpoint": str(tmp_path / "moe"), "tokens": tokens.tolist(), "impl": "local"}
+    logits = ask("forward", **case, tp=2, ep=2)["logits"]
+    wanted = tiny.hf_logits(hf, tokens)
+    assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_the_training_of_the_dense_model_goes_on(tmp_path: Path) -> None:
+    """The first loss is that of the dense run, whose optimizer's state is loaded with the experts;
+    after that the experts learn apart.
+    """
+    hf = tiny.tiny_random("qwen3", tmp_path / "hf")
+    mckpt.convert(hf, tmp_path / "start")
+    job = {"kind": "train", "lr": 1e-2, "warmup": 1, "global_batch_size": 4, "seq_length": 16}
+    job |= {"dtype": "float32", "decay_steps": 4, "impl": "local"}
+    run = {"checkpoint": str(tmp_path / "start"), "steps": 2, "save": str(tmp_path / "run")}
+    ask(**job, **run, tp=2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("- upcycle: {experts: 4, topk: 4, granularity: 2}\n")
+    options = ("--recipe", recipe, "--tp", 1, "--ep", 2)
+    said = good("edit", tmp_path / "run", tmp_path / "moe", *options)
+    assert "exp_avg, exp_avg_sq, master are kept" in said.err
+    dense, moe = (
+        ask(**job, checkpoint=str(tmp_path / name), resume=True, steps=4, **sizes)["steps"]
+        for name, sizes in (("run", {"tp": 2}), ("moe", {"ep": 2}))
+    )
+    losses = [[step["loss"] for step in steps] for steps in (dense, moe)]
+    assert len(losses[0]) == len(losses[1]) == 2
+    assert abs(losses[0][0] - losses[1][0]) < 1e-5 * losses[0][0], losses
+    assert abs(losses[0][1] - losses[1][1]) < 0.2 * losses[0][1], losses
