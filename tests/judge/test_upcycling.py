@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,11 @@ def test_megatron_computes_the_logits_of_the_dense_model(tmp_path: Path) -> None
     recipe.write_text("- upcycle: {experts: 4, topk: 4, granularity: 2}\n")
     good("edit", tmp_path / "dense", tmp_path / "moe", "--recipe", recipe, "--tp", 2, "--ep", 2)
     tokens = tiny.tokens("qwen3")
-    case = {"checkpoint": str(tmp_path / "moe"), "tokens": tokens.tolist(), "impl": "local"}
+    case: dict[str, Any] = {
+        "checkpoint": str(tmp_path / "moe"),
+        "tokens": tokens.tolist(),
+        "impl": "local",
+    }
     logits = ask("forward", **case, tp=2, ep=2)["logits"]
     wanted = tiny.hf_logits(hf, tokens)
     assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
@@ -120,18 +125,29 @@ def test_the_training_of_the_dense_model_goes_on(tmp_path: Path) -> None:
     """
     hf = tiny.tiny_random("qwen3", tmp_path / "hf")
     mckpt.convert(hf, tmp_path / "start")
-    job = {"kind": "train", "lr": 1e-2, "warmup": 1, "global_batch_size": 4, "seq_length": 16}
+    job: dict[str, Any] = {
+        "kind": "train",
+        "lr": 1e-2,
+        "warmup": 1,
+        "global_batch_size": 4,
+        "seq_length": 16,
+    }
     job |= {"dtype": "float32", "decay_steps": 4, "impl": "local"}
-    run = {"checkpoint": str(tmp_path / "start"), "steps": 2, "save": str(tmp_path / "run")}
+    run: dict[str, Any] = {
+        "checkpoint": str(tmp_path / "start"),
+        "steps": 2,
+        "save": str(tmp_path / "run"),
+    }
     ask(**job, **run, tp=2)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("- upcycle: {experts: 4, topk: 4, granularity: 2}\n")
     options = ("--recipe", recipe, "--tp", 1, "--ep", 2)
     said = good("edit", tmp_path / "run", tmp_path / "moe", *options)
     assert "exp_avg, exp_avg_sq, master are kept" in said.err
+    runs: tuple[tuple[str, dict[str, Any]], ...] = (("run", {"tp": 2}), ("moe", {"ep": 2}))
     dense, moe = (
         ask(**job, checkpoint=str(tmp_path / name), resume=True, steps=4, **sizes)["steps"]
-        for name, sizes in (("run", {"tp": 2}), ("moe", {"ep": 2}))
+        for name, sizes in runs
     )
     losses = [[step["loss"] for step in steps] for steps in (dense, moe)]
     assert len(losses[0]) == len(losses[1]) == 2
