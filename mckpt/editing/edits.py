@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -38,8 +38,6 @@ EXACT, KEPT, FORMULA = "exact", "kept", "formula"
 class Edit(ABC):
     """One edit. Its methods raise UsageError for a model that cannot be edited so."""
 
-    last: ClassVar[bool] = False  # no edit can follow, because its elements are sums
-
     @staticmethod
     @abstractmethod
     def of(given: dict[str, Any], dims: Dims) -> Edit:
@@ -52,6 +50,11 @@ class Edit(ABC):
     @abstractmethod
     def contract(self) -> str:
         """Returns EXACT, KEPT or FORMULA."""
+
+    @property
+    def last(self) -> bool:
+        """Returns whether no edit can follow, because its elements are sums."""
+        return False
 
     @property
     @abstractmethod

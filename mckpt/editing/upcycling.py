@@ -96,6 +96,10 @@ class Upcycle(Edit):
         return EXACT if self.form == "exact" or self.granularity == 1 else FORMULA
 
     @property
+    def last(self) -> bool:
+        return self.granularity > 1
+
+    @property
     def words(self) -> str:
         parts = self.granularity
         cut = f", each cut into {parts}" * (parts > 1)

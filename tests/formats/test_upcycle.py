@@ -272,21 +272,24 @@ def test_zeros_keep_their_sign(tmp_path: Path) -> None:
     same(out, upcycled(tensors, CASES["qwen3"], 2, 2, {"down": 2.0}))
 
 
-def test_an_edit_before_and_one_after(tmp_path: Path) -> None:
-    source = made("qwen3", tmp_path)
+def test_edits_before_and_after(tmp_path: Path) -> None:
+    source, out = made("qwen3", tmp_path), tmp_path / "out"
     tensors = tensors_of(source)
-    text = "- layers: {keep: [0, 2]}\n- upcycle: {experts: 2, topk: 2, granularity: 2}\n"
-    text += "- layers: {silent_after: 1}\n"
-    out = tmp_path / "out"
-    good("edit", source, out, "--recipe", written(text, tmp_path))
+    before, after = "- layers: {keep: [0, 2]}\n", "- layers: {silent_after: 1}\n"
+    text = "- upcycle: {experts: 2, topk: 2}\n"
+    good("edit", source, out, "--recipe", written(before + text + after, tmp_path))
     found = mckpt.open(out)
-    down = found["layers.1.moe.experts.3.down.weight"][:].numpy()
-    old = tensors["model.layers.2.mlp.down_proj.weight"]
-    assert down.tobytes() == np.ascontiguousarray(times(old[:, old.shape[1] // 2 :], 2)).tobytes()
-    assert found["layers.2.moe.experts.3.down.weight"][:].numpy().any() == np.False_
+    for number, old in enumerate((0, 2)):
+        down = found[f"layers.{number}.moe.experts.1.down.weight"][:].numpy()
+        wanted = tensors[f"model.layers.{old}.mlp.down_proj.weight"]
+        assert down.tobytes() == wanted.tobytes()
+    assert not found["layers.2.moe.experts.1.down.weight"][:].numpy().any()
     router = [found[f"layers.{n}.moe.router.weight"][:].numpy() for n in (1, 2)]
     assert router[0].tobytes() == router[1].tobytes() and router[0].any()
     assert tiny_config(out)["num_hidden_layers"] == 3
+    text = "- upcycle: {experts: 2, topk: 2, granularity: 2}\n"
+    steps = written(text + after, tmp_path)
+    refused(2, "must be the last edit", args=("edit", source, tmp_path / "no", "--recipe", steps))
 
 
 @pytest.mark.parametrize(
