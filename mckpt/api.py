@@ -325,13 +325,14 @@ def merge(
 def edit(
     src: Source,
     dst: str | Path,
-    recipe: str | Path,
+    recipe: str | Path | Iterable[str | Mapping[str, Any]],
     **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
     """Writes a checkpoint with other layers, heads or vocabulary, and returns the content of
     mckpt.json.
 
-    recipe: a YAML file with a list of edits (docs/surgery.md).
+    recipe: a YAML file with a list of edits (docs/surgery.md), or the edits, each as a text of YAML
+        or as a dictionary.
 
     The other keywords are those of `convert`; the format is that of the source. The state of an
     optimizer follows its weights. Raises UsageError, with the line, for a recipe that cannot be
@@ -340,7 +341,11 @@ def edit(
     from mckpt.editing import edits, steps
 
     plain = _opened(src)
-    source = edits.edited(plain, steps.read(Path(recipe), plain.dims))
+    if isinstance(recipe, (str, Path)):
+        found = steps.read(Path(recipe), plain.dims)
+    else:
+        found = steps.read(None, plain.dims, recipe)
+    source = edits.edited(plain, found)
     target = _target(source, {**options, "format": options.get("format") or _kept(source, options)})
     return _write(source, dst, target, options)
 

@@ -13,7 +13,15 @@ from mckpt.cli.options import FILE, command
 @shared.source_argument
 @shared.destination_argument
 @shared.conversion_option(
-    "--recipe", type=FILE, required=True, help="A YAML file with a list of edits (docs/surgery.md)."
+    "--recipe", type=FILE, help="A YAML file with a list of edits (docs/surgery.md)."
+)
+@shared.conversion_option(
+    "--edit",
+    "more",
+    multiple=True,
+    metavar="YAML",
+    help="One edit, such as 'layers: {drop: 20-23}' or untie, done after those of --recipe. May be"
+    " given several times.",
 )
 @shared.kept_form_options
 @shared.of_target("no_optimizer")
@@ -22,7 +30,14 @@ from mckpt.cli.options import FILE, command
 @shared.family_options
 @shared.of_target("target_iteration")
 @shared.conversion_options
-def edit(src: Path, dst: Path, recipe: Path, target_format: str | None, **options: Any) -> None:
+def edit(
+    src: Path,
+    dst: Path,
+    recipe: Path | None,
+    more: tuple[str, ...],
+    target_format: str | None,
+    **options: Any,
+) -> None:
     """Write a checkpoint with other layers, heads or vocabulary.
 
     The recipe lists the edits. Each element of the result is a copy of an element of SRC or a new
@@ -33,7 +48,7 @@ def edit(src: Path, dst: Path, recipe: Path, target_format: str | None, **option
     from mckpt.editing import edits, steps
 
     plain = shared.open_source(src, options)
-    source = edits.edited(plain, steps.read(recipe, plain.dims))
+    source = edits.edited(plain, steps.read(recipe, plain.dims, more))
     target = shared.target_like(source, options, target_format)
     if outcome := convert.carry_out(source, dst, target, options, planning.form_of_weights):
         outcome.show(options["as_json"])

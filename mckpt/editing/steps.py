@@ -15,6 +15,7 @@ Any of them may have the name of a JSON or YAML file with its parameters in thei
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,36 @@ from mckpt.mapping.nodes import Node, load
 from mckpt.storage.staging import MANIFEST
 
 
-def read(path: Path, dims: Dims) -> list[Edit]:
-    """Returns the edits of a recipe. dims: those of the source.
+def read(recipe: Path | None, dims: Dims, more: Iterable[Any] = ()) -> list[Edit]:
+    """Returns the edits of a recipe. dims: those of the source. more: further edits, each as a text
+    of YAML or as data.
 
     Raises UsageError, with the line, for anything that is not an edit.
     """
-    try:
-        steps = load(path.read_text(), path.name)
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
-    if not isinstance(steps, list) or not steps:
-        raise UsageError(f"{path}: a recipe is a list of edits, such as `- untie`")
+    steps: list[tuple[str, Any]] = []
+    if recipe is not None:
+        try:
+            listed = load(recipe.read_text(), recipe.name)
+        except (OSError, ValueError) as e:
+            raise UsageError(f"{recipe}: {getattr(e, 'strerror', None) or e}") from None
+        if not isinstance(listed, list) or not listed:
+            raise UsageError(f"{recipe}: a recipe is a list of edits, such as `- untie`")
+        steps = [(f"{recipe}: edit {number}", step) for number, step in enumerate(listed, 1)]
+    for text in more:
+        where = f"--edit {text!r}"
+        try:
+            steps.append((where, load(text, where) if isinstance(text, str) else text))
+        except ValueError as e:
+            raise UsageError(f"{where}: {e}") from None
+    if not steps:
+        raise UsageError("give --recipe FILE, or --edit with an edit, such as --edit untie")
     found: list[Edit] = []
-    for number, step in enumerate(steps, 1):
+    for where, step in steps:
         named = {step: {}} if isinstance(step, str) else step
-        where = f"{path}: edit {number}"
         if not isinstance(named, dict) or len(named) != 1:
             raise UsageError(f"{where}: wants one of {', '.join(EDITS)}, not {step!r}")
         ((name, given),) = named.items()
-        if isinstance(step, Node):
+        if isinstance(step, Node) and not where.startswith("--edit"):
             where = step.lines[name]
         if name not in EDITS:
             raise UsageError(f"{where}: {name!r} is not an edit; they are {', '.join(EDITS)}")

@@ -327,3 +327,25 @@ def test_a_model_that_is_tied_keeps_the_states_of_its_embedding(tmp_path: Path) 
     for name in after:
         assert after[name][:].numpy().tobytes() == before[name][:].numpy().tobytes(), name
     assert mckpt.check(out).verdict == "sound"
+
+
+def test_edits_need_no_file(tmp_path: Path) -> None:
+    source = made("qwen3-tied", tmp_path)
+    steps = ["layers: {drop: [0, 2]}", "untie", "vocab: {size: 300}"]
+    recipe = written("".join(f"- {step}\n" for step in steps), tmp_path)
+    good("edit", source, tmp_path / "file", "--recipe", recipe)
+    listed = [part for step in steps for part in ("--edit", step)]
+    first = written(f"- {steps[0]}\n", tmp_path)
+    good("edit", source, tmp_path / "options", *listed)
+    good("edit", source, tmp_path / "both", "--recipe", first, *listed[2:])
+    mckpt.edit(source, tmp_path / "python", [{"layers": {"drop": [0, 2]}}, *steps[1:]])
+    for name in ("options", "both", "python"):
+        same(tmp_path / name, load_file(tmp_path / "file" / "model.safetensors"))
+    for args, words in (
+        ((), "give --recipe FILE, or --edit"),
+        (("--edit", "layers: {drop: 9}"), "--edit 'layers: {drop: 9}': layers"),
+        (("--edit", "untie", "--edit", "grow"), "--edit 'grow': 'grow' is not an edit"),
+        (("--edit", "[untie"), "--edit '[untie': "),
+        (("--edit", "- untie"), "wants one of layers"),
+    ):
+        refused(2, words, args=("edit", source, tmp_path / "none", *args))
