@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from mckpt.conversion import run as run_module
+from mckpt.editing import pieces
 from mckpt.storage.staging import unfinished
 from tests.helpers.commands import TRACKER, command_line, good, mckpt, refused, tree
 
@@ -434,3 +435,80 @@ def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
         path.write_bytes(bytes(path.stat().st_size))  # a bad disk may have damaged it
     good("hf-to-megatron", src, dst, "--no-resume")
     assert mckpt("diff", src, dst).code == 0
+
+
+EDITS = ("--edit", "layers: {silent_after: 1}", "--edit", "vocab: {size: 300, init: normal}")
+CHANGES = {
+    "edit to a unit": ("edit", "SRC", "DST", *EDITS, "--tp", 2),
+    "edit to hf": ("edit", "SRC", "DST", *EDITS, "--max-shard-size", "100KB"),
+    "merge to a unit": ("merge", "SRC", "SRC", "DST", "--weights", "0.25,0.5", "--tp", 2),
+    "merge to hf": ("merge", "SRC", "SRC", "DST", "--weights", "0.25,0.5"),
+    "method to hf": (
+        *("merge", "SRC", "SRC", "SRC", "DST", "--method", "ties"),
+        *("--parameters", "density=0.5"),
+    ),
+}
+
+
+def change(kind: str, src: Path, dst: Path) -> list[Any]:
+    """Returns the arguments of a command that changes a model."""
+    return [{"SRC": src, "DST": dst}.get(str(one), one) for one in CHANGES[kind]]
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_of_a_model_that_was_killed_is_completed(tmp_path, src, kind):
+    """At any point: nothing half-written is a checkpoint, and the same command completes it."""
+    good(*change(kind, src, tmp_path / "whole"))
+    whole, died = tree(tmp_path / "whole"), 0
+    for name, count in DEATHS:
+        dst = tmp_path / f"{name}{count}"
+        if not dying(name, count, *change(kind, src, dst)):
+            continue
+        died += 1
+        if (dst / "config.json").exists() or (dst / TRACKER).exists():  # complete, or nothing
+            assert mckpt("diff", dst, tmp_path / "whole").code == 0, (name, count)
+            assert name in ("rename", "replace", "rmtree"), (name, count)
+        good(*change(kind, src, dst))
+        assert tree(dst) == whole, (name, count)
+    assert died >= 5
+
+
+@pytest.mark.parametrize("kind", ["edit to a unit", "merge to hf"])
+def test_a_process_that_changes_a_model_and_is_killed_leaves_nothing(tmp_path, src, kind):
+    dst = tmp_path / "dst"
+    stop = "run.publish = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    process = run(*change(kind, src, dst), before=stop)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert any(dst.iterdir()) and not loadable(dst)
+    good(*change(kind, src, dst))
+    good(*change(kind, src, tmp_path / "whole"))
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["edit to a unit", "merge to a unit"])
+def test_a_change_goes_on_with_what_was_written(tmp_path, src, kind, monkeypatch):
+    """New values are in a temporary file, which another process has under another name."""
+    dst = tmp_path / "dst"
+    assert dying("fsync", 4, *change(kind, src, dst))
+    assert list(dst.glob(".mckpt-*/done/*[0-9]"))
+    monkeypatch.setattr(pieces, "_files", {})
+    assert "continues an interrupted run" in good(*change(kind, src, dst)).err
+    good(*change(kind, src, tmp_path / "whole"))
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["edit to hf", "merge to a unit"])
+def test_a_damaged_source_of_a_change_is_refused(tmp_path, src, kind):
+    cut, renamed = tmp_path / "cut", tmp_path / "renamed"
+    for path in (cut, renamed):
+        shutil.copytree(src, path)
+    file = cut / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    file = renamed / "model.safetensors"
+    data = file.read_bytes()
+    assert data.count(b"model.norm.weight") == 1
+    file.write_bytes(data.replace(b"model.norm.weight", b"model.morn.weight"))
+    for source, word in ((cut, "model.safetensors"), (renamed, "model.morn.weight")):
+        refused(3, word, args=tuple(change(kind, source, tmp_path / "dst")))
+        assert not loadable(tmp_path / "dst")
