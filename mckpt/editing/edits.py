@@ -15,6 +15,7 @@ The contract of an edit says what it preserves:
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,14 @@ class Edit(ABC):
         """
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
+
+    @classmethod
+    def again(cls, data: Any, dims: Dims) -> Edit:
+        """Returns the edit that has this `data`, of a model with these dims. Raises
+        msgspec.ValidationError or TypeError for an edit that needs more.
+        """
+        found: Edit = msgspec.json.decode(json.dumps(data), type=cls)
+        return found
 
     def of_source(self, source: Checkpoint) -> Edit:
         """Returns the edit with what it takes from the files beside the weights of the source."""

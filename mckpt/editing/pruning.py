@@ -80,6 +80,10 @@ class Prune(Edit):
             out[what] = next(iter(texts.values())) if alike else texts
         return out
 
+    @classmethod
+    def again(cls, data: Any, dims: Dims) -> Edit:
+        return cls.of(data, dims)
+
     @property
     def words(self) -> str:
         return "kept are " + ", ".join(f"{size} {AXES[what].words}" for what, size in self.sizes)

@@ -94,25 +94,26 @@ def _parameters(given: Any) -> dict[str, Any]:
     return given or {}
 
 
-def again(data: Any, of: Checkpoint) -> list[Edit]:
-    """Returns the edits that the manifest of a checkpoint has as data. Raises UsageError if it has
-    none, or some that need another checkpoint.
+def again(data: Any, of: Checkpoint, dims: Dims) -> list[Edit]:
+    """Returns the edits that the manifest of a checkpoint has as data. dims: those of its source.
+    Raises UsageError if it has none, or some that need another checkpoint.
     """
     if not data:
         raise UsageError(
             f"{of.path}: its {MANIFEST} has no edits, so `mckpt edit` did not write it"
         )
-    kinds = {kind.__name__: kind for kind in EDITS.values()}
+    kinds = {kind.__name__: kind for kind in Edit.__subclasses__()}
     found: list[Edit] = []
     for one in data:
         ((name, fields),) = one.items() if isinstance(one, dict) else ((str(one), None),)
         try:
-            found.append(msgspec.json.decode(json.dumps(fields), type=kinds[name]))
+            found.append(kinds[name].again(fields, dims))
         except (KeyError, TypeError, msgspec.ValidationError):
             raise UsageError(
                 f"{of.path}: its edit {name} cannot be done again from {MANIFEST} alone; run `mckpt"
                 " edit` again and compare the results with `mckpt diff`"
             ) from None
+        dims = found[-1].dims(dims)
     return found
 
 

@@ -45,7 +45,7 @@ def verify(src: str | Path, dst: str | Path, options: VerifyOptions) -> Verdict:
         raise UsageError("--contract: compares values and logits; give --level forward or bytes")
     source = Checkpoint.open(src, options.described.with_(iteration=None))
     right = Checkpoint.open(dst, options.described)
-    edits = steps.again(right.files.manifest.get("edits"), right)
+    edits = steps.again(right.files.manifest.get("edits"), right, source.dims)
     facts: dict[str, Any] = {"hf": str(source.path), "megatron": str(right.path), "notes": []}
     both = source.with_optimizer(), right.with_optimizer()
     if source.optimizer is None or right.optimizer is None:
