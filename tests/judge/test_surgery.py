@@ -15,7 +15,7 @@ if not find_spec("megatron.core"):
 import mckpt
 from mckpt.errors import UsageError
 from tests.helpers import optimizer_samples, tiny
-from tests.helpers.judging import ask
+from tests.helpers.judging import ask, explain, judge
 
 pytestmark = pytest.mark.judge
 
@@ -117,3 +117,35 @@ def test_the_optimizers_state_follows_edited_layers(
         seen.add(name.partition("@")[2])
     assert seen >= {"", "exp_avg", "exp_avg_sq"}
     assert mckpt.check(out).verdict == "sound"
+
+
+EDITS = {
+    "source": [],
+    "silent": ["layers: {silent_after: [1, 3]}"],
+    "heads": ["kv_heads: {times: 2}"],
+    "rows": ["vocab: {size: 300, init: normal}"],
+    "others": ["layers: {order: [0, 1, 1, 3]}"],  # does not keep the logits
+}
+
+
+def test_training_goes_on_after_an_edit(runs: list[Path], tmp_path: Path) -> None:
+    """The next step has the loss of the unedited run, if the edit keeps the logits."""
+    cases = []
+    for name, steps in EDITS.items():
+        out = tmp_path / name
+        how = {"format": "torch_dist", "tp": 1, "pp": 1, "ep": 1, "etp": 1}
+        (mckpt.edit if steps else mckpt.convert)(runs[0], out, *([steps] if steps else []), **how)
+        assert mckpt.open(out).optimizer is not None
+        one = optimizer_samples.case(name, out, tmp_path / "saved", {}, {"resume": True})
+        cases.append({**one, "steps": 2})
+    results = judge(cases, tmp_path / "results")
+    losses = {}
+    for name in EDITS:
+        assert not explain(results[name]), explain(results[name])
+        (step,) = results[name]["steps"]
+        assert step["step"] == 2 and np.isfinite([step["loss"], step["grad_norm"]]).all()
+        losses[name] = step["loss"]
+        assert mckpt.open(tmp_path / "saved" / name).files.iteration == 2
+    for name in ("silent", "heads"):
+        np.testing.assert_allclose(losses[name], losses["source"], rtol=1e-4, err_msg=name)
+    assert abs(losses["others"] / losses["source"] - 1) > 1e-3, losses
