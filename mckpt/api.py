@@ -328,8 +328,7 @@ def edit(
     recipe: str | Path | Iterable[str | Mapping[str, Any]],
     **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
-    """Writes a checkpoint with other layers, heads or vocabulary, and returns the content of
-    mckpt.json.
+    """Writes a checkpoint of another shape, and returns the content of mckpt.json.
 
     recipe: a YAML file with a list of edits (docs/surgery.md), or the edits, each as a text of YAML
         or as a dictionary.

@@ -38,11 +38,11 @@ def edit(
     target_format: str | None,
     **options: Any,
 ) -> None:
-    """Write a checkpoint with other layers, heads or vocabulary.
+    """Write a checkpoint of another shape.
 
-    The recipe lists the edits. Each element of the result is a copy of an element of SRC or a new
-    value; the plan proves it, and lists what is left out. The state of an optimizer follows its
-    weights.
+    Edits change layers, heads, vocabulary, experts and more (docs/surgery.md); the recipe lists
+    them. Each element of the result is made of elements of SRC or is a new value; the plan proves
+    it, and lists what is left out. The state of an optimizer follows its weights.
     """
     from mckpt.conversion import planning
     from mckpt.editing import edits, steps

@@ -34,7 +34,7 @@ COMMANDS = {
         "convert.reshard", "Change the sizes or the format of a Megatron checkpoint."
     ),
     "repair": Summary("convert.repair", "Make a training checkpoint loadable at any sizes."),
-    "edit": Summary("edit.edit", "Write a checkpoint with other layers, heads or vocabulary."),
+    "edit": Summary("edit.edit", "Write a checkpoint of another shape."),
     "merge": Summary("merge.merge", "Merge several checkpoints of one model."),
     "adapter": Summary("adapter.adapter", "Merge, convert or inspect an adapter (LoRA)."),
     "plan": Summary("convert.plan", "Print the plan of a conversion; write nothing."),
