@@ -20,6 +20,7 @@ from mckpt.values.adding import CHUNK, WIDTH, Factor, Lengths, Read, lines
 BASE = -1  # the file of the term that stands for the base
 # the bits of a float64 that a float32 does not have, and those of a value in the middle of two
 LOST, MIDDLE = (1 << 29) - 1, 1 << 28
+BLOCK = 8 << 10  # elements; float64 values of more than 128 KiB get fresh pages each time
 NORMAL = 2.0**-126  # the smallest float32 of full precision; below it, they are 2**-149 apart
 
 
@@ -159,24 +160,40 @@ def within(start: int, step: int, count: int, low: int, num: int) -> _Span | Non
 
 
 def add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
-    """Adds values times a coefficient to the total, all in float32, with one rounding.
+    """Adds values times a coefficient to the total [m, n], all in float32, with one rounding."""
+    m, n = total.shape
+    width = min(n, BLOCK) or 1
+    height = BLOCK // width
+    for top in range(0, m, height):
+        for left in range(0, n, width):
+            part = slice(top, top + height), slice(left, left + width)
+            here = total[part]
+            fused = _fused(here.ravel(), values[part].ravel(), coefficient)
+            total[part] = fused.reshape(here.shape)
 
-    The product of two float32 is exact in float64. Their sum with a third is rounded to float64 and
+
+def _fused(total: np.ndarray, values: np.ndarray, coefficient: float) -> np.ndarray:
+    """Returns fma(coefficient, values, total) of flat arrays.
+
+    The product of two float32 is exact in float64. Its sum with a third is rounded to float64 and
     then to float32, which differs from one rounding only if the first result lies in the middle of
-    two float32: there, what the first rounding lost decides.
+    two float32: there, what the first rounding lost decides. One in 50 sums of bfloat16 does.
     """
     product = np.multiply(values, np.float64(coefficient), dtype="f8")
     wide = product + total
-    tied = (wide.view("i8") & LOST) == MIDDLE
-    small = np.abs(wide) < NORMAL
-    if small.any():
-        scaled = wide[small] * 2.0**149
+    out = wide.astype("f4")
+    middle = (wide.view("i8") & LOST) == MIDDLE
+    at = np.flatnonzero(middle | (np.abs(out) <= NORMAL))
+    if not at.size:
+        return out
+    tied, p, t, w = middle[at], product[at], total[at], wide[at]
+    if (small := np.abs(w) < NORMAL).any():
+        scaled = w[small] * 2.0**149
         tied[small] = scaled - np.floor(scaled) == 0.5
+    back = w - t
+    lost = (t - (w - back)) + (p - back)
+    tied &= lost != 0
     if tied.any():
-        back = wide - total
-        lost = (total - (wide - back)) + (product - back)
-        tied &= lost != 0
-        if tied.any():
-            toward = np.copysign(np.inf, lost[tied])
-            wide[tied] = np.nextafter(wide[tied], toward)
-    np.copyto(total, wide, casting="same_kind")
+        w[tied] = np.nextafter(w[tied], np.copysign(np.inf, lost[tied]))
+        out[at] = w
+    return out

@@ -47,7 +47,7 @@ def test_a_fused_multiply_add_has_one_rounding() -> None:
     values[1000:1500] *= np.float32(2.0**-139)
     for coefficient in (1.0, float(np.float32(0.3)), float(np.float32(1 + 2**-23)), -0.75):
         found = total.copy()
-        add(found, values, coefficient)
+        add(found[None], values[None], coefficient)
         exact = [
             rounded(Fraction(float(t)) + Fraction(float(v)) * Fraction(coefficient))
             for t, v in zip(total, values, strict=True)
