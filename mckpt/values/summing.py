@@ -177,7 +177,7 @@ def _fused(total: np.ndarray, values: np.ndarray, coefficient: float) -> np.ndar
 
     The product of two float32 is exact in float64. Its sum with a third is rounded to float64 and
     then to float32, which differs from one rounding only if the first result lies in the middle of
-    two float32: there, what the first rounding lost decides. One in 50 sums of bfloat16 does.
+    two float32: there, what the first rounding lost decides. One in 80 sums of bfloat16 does.
     """
     product = np.multiply(values, np.float64(coefficient), dtype="f8")
     wide = product + total
