@@ -117,9 +117,11 @@ def average(
             part = slice(top, min(m, top + height)), slice(left, min(n, left + width))
             values = base[part]
             total = np.full(values.shape, 0.0 if len(of.terms) > 1 else -0.0, "f4")
-            for term in of.terms:
+            for number, term in enumerate(of.terms):
+                first = number == 0
                 if term.part.file == BASE:
-                    add(total, shifted(np.asarray(values, "f4"), term.shift), term.coefficient)
+                    own = shifted(np.asarray(values, "f4"), term.shift)
+                    add(total, own, term.coefficient, first)
                     continue
                 rows = within(row + top * down, down, values.shape[0], term.row, term.rows)
                 columns = within(
@@ -132,7 +134,8 @@ def average(
                         read,
                     )
                     here = total[rows.there, columns.there]
-                    add(here, shifted(found[::down, ::along], term.shift), term.coefficient)
+                    other = shifted(found[::down, ::along], term.shift)
+                    add(here, other, term.coefficient, first)
             if offset:
                 total += np.float32(offset)
             np.copyto(out[part], total, casting="unsafe")
@@ -159,8 +162,11 @@ def within(start: int, step: int, count: int, low: int, num: int) -> _Span | Non
     return _Span(slice(first, end), start + first * step, (end - first - 1) * step + 1)
 
 
-def add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
-    """Adds values times a coefficient to the total [m, n], all in float32, with one rounding."""
+def add(total: np.ndarray, values: np.ndarray, coefficient: float, first: bool = False) -> None:
+    """Adds values times a coefficient to the total [m, n], all in float32, with one rounding.
+
+    first: the total is zero.
+    """
     m, n = total.shape
     width = min(n, BLOCK) or 1
     height = BLOCK // width
@@ -168,11 +174,11 @@ def add(total: np.ndarray, values: np.ndarray, coefficient: float) -> None:
         for left in range(0, n, width):
             part = slice(top, top + height), slice(left, left + width)
             here = total[part]
-            fused = _fused(here.ravel(), values[part].ravel(), coefficient)
+            fused = _fused(here.ravel(), values[part].ravel(), coefficient, first)
             total[part] = fused.reshape(here.shape)
 
 
-def _fused(total: np.ndarray, values: np.ndarray, coefficient: float) -> np.ndarray:
+def _fused(total: np.ndarray, values: np.ndarray, coefficient: float, first: bool) -> np.ndarray:
     """Returns fma(coefficient, values, total) of flat arrays.
 
     The product of two float32 is exact in float64. Its sum with a third is rounded to float64 and
@@ -182,6 +188,8 @@ def _fused(total: np.ndarray, values: np.ndarray, coefficient: float) -> np.ndar
     product = np.multiply(values, np.float64(coefficient), dtype="f8")
     wide = product + total
     out = wide.astype("f4")
+    if first:  # nothing was lost
+        return out
     middle = (wide.view("i8") & LOST) == MIDDLE
     at = np.flatnonzero(middle | (np.abs(out) <= NORMAL))
     if not at.size:

@@ -53,6 +53,10 @@ def test_a_fused_multiply_add_has_one_rounding() -> None:
             for t, v in zip(total, values, strict=True)
         ]
         assert found.tobytes() == np.array(exact, "f4").tobytes()
+        alone = np.zeros_like(total)
+        add(alone[None], values[None], coefficient, first=True)
+        products = [rounded(Fraction(float(v)) * Fraction(coefficient)) for v in values]
+        assert np.array_equal(alone, np.array(products, "f4"))
         assert found.tobytes() == (
             torch.from_numpy(total.copy()).add_(torch.from_numpy(values), alpha=coefficient)
         ).numpy().tobytes() or not torch.backends.cpu.get_cpu_capability().startswith("AVX")
