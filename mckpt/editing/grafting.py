@@ -228,8 +228,8 @@ class Graft(Edit):
             return replace(found, stored=stored)
         if strange := {kind for kinds in wanted.values() for kind in kinds} - ADAM:
             raise UsageError(
-                f"graft: {self.other.path}: has no state of the optimizer, and there is no new one"
-                f" for {', '.join(sorted(strange))}; give --no-optimizer"
+                f"graft: {self.other.path}: has no state of the optimizer, and mckpt makes no new"
+                f" {', '.join(sorted(strange))}; give --no-optimizer"
             )
         return with_new_states(found, wanted)
 

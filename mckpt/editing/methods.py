@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.editing.averaging import Averaging, Matrix, Place, average, coefficients
+from mckpt.editing.averaging import Averaging, Matrix, Origin, Place, average, coefficients
 from mckpt.errors import UsageError
 from mckpt.options import AverageOptions
 from mckpt.storage.manifest import Facts
@@ -327,7 +327,7 @@ class Mixing(Averaging):
 
     def _words(
         self,
-        place: tuple[int, int, int, int, int],
+        place: Origin,
         of: Place,
         own: Matrix,
         turned: bool,

@@ -1,4 +1,6 @@
-"""What edits do with a layout: stored tensors again, under other names, in part, and new values."""
+"""The steps of which edits are made. They read a stored tensor a second time, under another name or
+in part, or add new values to a layout.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def parted(s: Stored, wanted: Callable[[str, int, int], bool]) -> tuple[list[Sto
     for here, numbers in rows_of.items():
         part = list(again(s, numbers))
         found += only(part, here.__contains__)
-        rest += only(part, lambda name, here=here: name not in here)  # type: ignore[misc]
+        rest += only(part, frozenset(names).difference(here).__contains__)
     return found, rest
 
 

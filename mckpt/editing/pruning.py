@@ -23,7 +23,7 @@ EXPERTS, FFN, HEADS, HIDDEN = "experts", "ffn", "heads", "hidden"
 
 
 class Axis(NamedTuple):
-    """What is left out of the tensors."""
+    """An axis of which a model keeps some elements, such as its experts."""
 
     words: str
     counted: str  # the dim that counts it

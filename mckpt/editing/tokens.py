@@ -94,7 +94,7 @@ class Tokenizer:
 
     def pieces(self, tokens: Iterable[str], of: Tokenizer) -> Iterator[tuple[int, ...]]:
         """Yields the numbers of the pieces into which this tokenizer splits each of the tokens of
-        another one, none for a token that is no text, such as a part of a letter.
+        another one. It yields no number for a token that is not a text, such as half of a letter.
         """
         try:
             from tokenizers import Tokenizer as Splitter

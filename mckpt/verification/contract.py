@@ -56,7 +56,7 @@ def verify(src: str | Path, dst: str | Path, options: VerifyOptions) -> Verdict:
     left = replace(both[0], merging=Editing(tuple(edits), both[0]))
     apart = dims_apart(left, both[1])
     values = compare_values(left, both[1])
-    # what the edits leave out is not compared, and is no fault
+    # the edits leave these values out on purpose, so they are not reported
     dropped = {*source.layout.dropped, *right.layout.dropped}
     found = values.difference
     found.dropped = [text for text in found.dropped if any(f": {key} (" in text for key in dropped)]
@@ -85,7 +85,10 @@ def _logits_apart(
     what was measured.
     """
     if not source.dims["causal"] or source.dims["encoder_layers"]:
-        raise UsageError(f"{source.path}: is no decoder; --level bytes compares all values")
+        raise UsageError(
+            f"{source.path}: is not a decoder, and only decoders are run; --level bytes compares"
+            " its values"
+        )
     launching.require("torch", "transformers")
     device = launching.device(options.device, 1)
     old_of = np.arange(source.dims["vocab_size"])  # of each new token; -1 if it is new

@@ -599,7 +599,9 @@ def test_mergekit_computes_the_same_in_float32(method: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.skipif(not MERGEKIT, reason="MERGEKIT_PYTHON names no Python with mergekit")
 def test_passthrough_has_the_bits_of_mergekit(tmp_path: Path) -> None:
-    """Of Llama: mergekit gives other models a config.json that transformers 5 refuses."""
+    """The models are Llamas, because mergekit writes a config.json for Qwen3 that transformers 5
+    refuses.
+    """
     model = tiny.tiny_random("llama", tmp_path / "model", "bfloat16")
     inputs = [noisy(model, tmp_path / f"llama{seed}", seed) for seed in range(3)]
     text = PASSTHROUGH.replace("{{dtype}}", "bfloat16")
