@@ -14,6 +14,7 @@ from mckpt.errors import MckptError, SourceError, UsageError, counted, shown
 from mckpt.formats import foreign, places
 from mckpt.formats.base import Opened
 from mckpt.formats.hf_config import (
+    ADAPTER,
     CONFIG,
     FAST_TOKENIZER,
     has_tokenizer,
@@ -230,7 +231,8 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         )
     raise SourceError(
         f"{directory.path}: no checkpoint that mckpt knows: neither"
-        f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}"
+        f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}, nor"
+        f" {ADAPTER[0]} of an adapter"
     )
 
 

@@ -399,6 +399,17 @@ def test_factors_outside_of_the_configuration_are_refused(
     good(*args)
 
 
+def test_a_directory_without_a_configuration_says_so(tmp_path: Path) -> None:
+    modules = ["model.layers.0.self_attn.q_proj"]
+    adapter = lora.save(tmp_path / "a", lora.factors(lora.tensors(QWEN3), modules))
+    (adapter / "adapter_config.json").unlink()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for given, words in ((adapter, "which states the rank"), (empty, "nor adapter_config.json")):
+        args = "adapter", "merge", QWEN3, given, tmp_path / "out"
+        refused(3, words, args=args)
+
+
 def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
     weights = lora.tensors(QWEN3)
     modules = lora.matrices(weights)
