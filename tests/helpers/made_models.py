@@ -49,9 +49,10 @@ BRIDGE_MODELS = tuple(sorted(path.stem for path in OF_BRIDGE.glob("*.json")))
 WITH_IMAGES = OF_BRIDGE / "images"
 BRIDGE_IMAGES = tuple(sorted(path.stem for path in WITH_IMAGES.glob("*.json")))
 
-# these only mcore-bridge, of ms-swift, computes; tests/judge/test_mcore_bridge.py runs them
+# text models that mcore-bridge, of ms-swift, computes (tests/judge/test_mcore_bridge.py), and their
+# dialects. It reads full_attention_interval of Qwen3-Next, and has no dense layers between experts.
 OF_SWIFT = FAMILIES / "mcore_bridge"
-SWIFT_MODELS = tuple(sorted(path.stem for path in OF_SWIFT.glob("*.json")))
+SWIFT_MODELS = {"glm4": "mcore_bridge", "qwen3_next_moe": "mcore_bridge_gdn"}
 
 # Whole models with their towers, by the trainer whose own program saves, loads and exports them;
 # with IMAGE it also computes the logits of an image on CPU. Megatron-Bridge cannot run a gated

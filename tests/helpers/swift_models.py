@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mckpt.trainer import local_stack
 from tests.helpers import bridge, tiny
 
 PACKAGES = ("modelscope", "json_repair", "trl", "accelerate", "datasets")
@@ -74,6 +75,11 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
         kinds = published.get_text_config().layer_types
         linear = [int(kind == "linear_attention") for kind in kinds]
         given["linear_attention_freq"] = json.dumps(linear, separators=(",", ":"))
+        from mcore_bridge.model.modules import gated_delta_net
+
+        # of FLA, whose kernels need a GPU
+        gated_delta_net.l2norm = local_stack.l2norm
+        given["deterministic_mode"] = True
     config = ModelConfig(params_dtype=torch.float32, use_cpu_initialization=True, **given)
     (model,) = get_mcore_model(config)
     config.bridge.load_weights([model], str(source))

@@ -1,5 +1,5 @@
-"""The dialect mcore_bridge: ms-swift's own GPTModel loads what mckpt writes, and computes the
-logits of transformers; mckpt reads what it saves.
+"""The dialects mcore_bridge and mcore_bridge_gdn: ms-swift's own GPTModel loads what mckpt writes,
+and computes the logits of transformers; mckpt reads what it saves.
 
 MEGATRON_BRIDGE_PYTHON is the Python of an environment with Megatron-Bridge and mcore-bridge;
 CONTRIBUTING.md has the commands that make one.
@@ -31,11 +31,13 @@ pytestmark = pytest.mark.judge
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with mcore-bridge")
-@pytest.mark.parametrize("case", CASES)
-def test_ms_swift_computes_the_logits_of_what_mckpt_writes(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "dialect"), CASES.items())
+def test_ms_swift_computes_the_logits_of_what_mckpt_writes(
+    case: str, dialect: str, tmp_path: Path
+) -> None:
     made_models.make([case], tmp_path / "hf")
     source, ours, theirs = tmp_path / "hf" / case, tmp_path / "ours", tmp_path / "theirs"
-    mckpt.plan(source, ours).run()
+    mckpt.plan(source, ours, dialect=dialect).run()
     given = {"name": case, "source": str(source), "checkpoint": str(ours / "release")}
     given |= {"tokens": made_models.tokens(case).tolist(), "saved": str(theirs)}
     ran = judge(
@@ -58,7 +60,7 @@ def test_ms_swift_computes_the_logits_of_what_mckpt_writes(case: str, tmp_path: 
     assert held.keys() == stored.keys()
     assert all(held[k][:rows].equal(stored[k][:rows]) for k in held if "embedding" in k)
     judged = ("mcore-bridge's forward", case, "torch_dist", "1 rank")
-    record(*judged, found["difference"], found["largest"], "mcore_bridge", version("megatron-core"))
+    record(*judged, found["difference"], found["largest"], dialect, version("megatron-core"))
 
 
 @pytest.mark.slow
@@ -92,20 +94,35 @@ def test_ms_swift_saves_and_loads_whole_models(tmp_path: Path) -> None:
             assert here.equal(there), key
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_of_ms_swift_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "dialect"), CASES.items())
+def test_a_model_of_ms_swift_comes_back_bit_for_bit(
+    case: str, dialect: str, tmp_path: Path
+) -> None:
     made_models.make([case], tmp_path / "hf")
     source, out = tmp_path / "hf" / case, tmp_path / "out"
-    with pytest.raises(MappingError, match="none after them"):
-        mckpt.plan(source, out, dialect="gpt")
-    mckpt.plan(source, out, parallel=mckpt.Parallel(tp=2, pp=2)).run()
-    assert mckpt.open(out).mapping.name == "mcore_bridge"
+    mckpt.plan(source, out, dialect=dialect, parallel=mckpt.Parallel(tp=2, pp=2)).run()
+    assert mckpt.open(out).mapping.name == dialect
     assert not [*out.rglob("megatron_args*"), *out.rglob("run_config.yaml")]
     with pytest.raises(UsageError, match="is for ms-swift alone"):
         mckpt.verify(source, out)
     assert mckpt.verify(source, out, level="bytes").verdict == "pass"
     mckpt.plan(out, tmp_path / "back", format="hf").run(check_replicas=True)
     assert not mckpt.diff(source, tmp_path / "back")
+
+
+def test_glm4_is_written_for_ms_swift_alone(tmp_path: Path) -> None:
+    made_models.make(["glm4"], tmp_path / "hf")
+    source, out = tmp_path / "hf" / "glm4", tmp_path / "out"
+    with pytest.raises(MappingError, match="none after them"):
+        mckpt.plan(source, out, dialect="gpt")
+    mckpt.plan(source, out).run()
+    assert mckpt.open(out).mapping.name == "mcore_bridge"
+
+
+def test_dense_layers_of_qwen3_next_are_refused(tmp_path: Path) -> None:
+    made_models.make(["qwen3_next"], tmp_path / "hf")
+    with pytest.raises(MappingError, match="ms-swift has no dense layers between"):
+        mckpt.plan(tmp_path / "hf" / "qwen3_next", tmp_path / "out", dialect="mcore_bridge_gdn")
 
 
 def leave_the_thinker(source: Path) -> None:
