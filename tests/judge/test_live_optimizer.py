@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mckpt
+from tests.formats.test_lost_states import PROJ, SECOND, STATE, keys_with
 from tests.helpers import optimizer_samples as samples
 from tests.helpers import tiny
 from tests.helpers.judging import explain, judge
@@ -59,6 +60,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "live-sgd": ("dense", PLAIN | {"optimizer": "sgd"}, "the live optimizer is sgd, and"),
     "sgd": ("sgd", PLAIN, "has the states master, momentum_buffer, and the live one exp_avg"),
     "dtype": ("fp32", PLAIN, "embed.weight: float32 in the checkpoint, bfloat16 in the model"),
+    "lost": (
+        "lost",
+        {},
+        "the exp_avg_sq of layers.0.attn.o.weight and 1 more of its kind is missing",
+    ),
     "settings": ("dense", {}, "'wd_mult': 0.25"),
     "other": ("dense", {}, "the state of parameters that the model chunks do not have"),
 }
@@ -75,6 +81,7 @@ def results(place: Path) -> dict[str, dict[str, Any]]:
     for model in {model for model, _, _ in TRAINED.values()}:
         source = tiny.tiny_random(model, place / "made" / f"{model}-hf", "bfloat16")
         mckpt.convert(source, place / "made" / model, transformer_impl="local")
+    keys_with(STATE + SECOND, PROJ)(tiny.unpack("fsdp/qwen3-plain", place / "lost"))
     cases = [
         samples.case(name, place / "made" / model, place, {"world": WORLD, **sizes}, options)
         for name, (model, sizes, options) in TRAINED.items()
