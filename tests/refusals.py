@@ -706,9 +706,7 @@ for command in ("megatron-to-hf SRC DST", "hf-to-megatron SRC DST"):
                                        holds("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")),
                                 "DeepSpeed", "zero_to_fp32.py"),
         "verl": (all_of(holds("global_step_3/actor/x.pt"), holds(TRACKER, "5")),
-                 "verl", "verl.model_merger"),
-        "verl's actor": (all_of(holds("model_world_size_2_rank_0.pt"), holds("huggingface/x")),
-                         "verl", "--backend fsdp"),
+                 "verl", "DIR/global_step_N/actor"),
         "torchtitan": (holds("step-10/.metadata"), "torchtitan", "convert_to_hf.py"),
         # the container of Megatron's torch_dist, without its metadata.json
         "a step of torchtitan": (holds(".metadata", pickle.dumps({"tok_embeddings.weight": 0})),

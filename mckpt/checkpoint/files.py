@@ -17,6 +17,7 @@ from mckpt.formats.hf_config import (
     ADAPTER,
     CONFIG,
     FAST_TOKENIZER,
+    described_in,
     has_tokenizer,
     is_side_file,
     side_files,
@@ -116,9 +117,10 @@ class CheckpointFiles:
     @property
     def side_directory(self) -> Path | None:
         """Returns the directory with config.json, the tokenizer and the other files that a
-        conversion copies: the Hugging Face directory itself, or `hf_directory`.
+        conversion copies: the Hugging Face directory itself, the one that a training put into it,
+        or `hf_directory`.
         """
-        return self.hf_directory if self.is_megatron else self.path
+        return self.hf_directory if self.is_megatron else described_in(self.path)
 
     @property
     def described_by(self) -> Path | None:

@@ -15,7 +15,7 @@ from mckpt.checkpoint.logical import Reader
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names
-from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.hf_config import CONFIG, described_in, read_config
 from mckpt.formats.megatron.run_config import (
     RUN_CONFIG,
     description_of,
@@ -71,7 +71,7 @@ class ModelDescription:
     def mapping(self) -> MappingFile:
         """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
         if not self.files.is_megatron:
-            return self._family_in(self.files.path)
+            return self._family_in(described_in(self.files.path))
         opened, own = self.files.opened, self.options.mapping
         run = run_config_text(opened.root / RUN_CONFIG)
         dist = not opened.format.fixed_sizes
@@ -181,7 +181,8 @@ class ModelDescription:
             return self.given_dims
         if self.files.is_megatron:
             return self._megatron_dims(self.files.options.dims)
-        return self._config_dims(self.files.path, self.files.options.dims, self.overruled)
+        own = described_in(self.files.path)
+        return self._config_dims(own, self.files.options.dims, self.overruled)
 
     def with_vocab_size(self, rows: int) -> ModelDescription:
         """Returns the same model with this number of rows of the vocabulary."""
@@ -228,7 +229,7 @@ class ModelDescription:
         given = files.options.dims
         if files.is_megatron or not given:
             return unstored
-        config, where = read_config(files.path), str(files.path / CONFIG)
+        config, where = read_config(files.path), str(described_in(files.path) / CONFIG)
         try:
             family.read(config, given, where, unstored)
         except MappingError as denied:
@@ -256,7 +257,7 @@ class ModelDescription:
             config.json.
         """
         files, family = self.files, self.mapping
-        config, where = read_config(files.path), str(files.path / CONFIG)
+        config, where = read_config(files.path), str(described_in(files.path) / CONFIG)
         stored = family.stored(plain)
         invisible = {
             n: v

@@ -120,8 +120,25 @@ def _without_holes(
         before = end
 
 
+def metadata(path: str) -> dict[str, Any]:
+    """Returns the texts that a program put into the header of a file; nothing if it put none, or
+    if the header is not JSON, which `read` reports.
+    """
+    try:
+        found = json.loads(_raw_header(path)[0])["__metadata__"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _read_header(path: str) -> tuple[dict[str, Tensor], int, int]:
     """Returns the tensors of a header by key, the offset of their data, and the file's size."""
+    raw, size = _raw_header(path)
+    return _header(path, raw), 8 + len(raw), size
+
+
+def _raw_header(path: str) -> tuple[bytearray, int]:
+    """Returns the JSON of a header, and the file's size."""
     with opened(path) as fd:
         size = os.fstat(fd).st_size
         first = descriptors.pread(fd, 8, 0)
@@ -141,7 +158,7 @@ def _read_header(path: str) -> tuple[dict[str, Tensor], int, int]:
         raw = bytearray(length)
         # the file may have become shorter
         del raw[descriptors.preadv(fd, [memoryview(raw)], 8) :]
-    return _header(path, raw), 8 + length, size
+    return raw, size
 
 
 def _header(path: str, raw: bytearray) -> dict[str, Tensor]:

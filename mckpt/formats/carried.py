@@ -31,6 +31,7 @@ from mckpt.storage.staging import MANIFEST
 STEM = "carried"  # starts the names of the files
 FILES = f"{STEM}*.safetensors"
 ADAPTER = "adapter_model.safetensors"  # of PEFT
+PARTS = "shard-*-model-*-of-*.safetensors"  # of the ranks of a training (`hf_sharded`)
 BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
 # dtypes that the elements of quantised weights have, in any form
 ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "int32")
@@ -39,7 +40,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a member of a list of modules
 
 def is_weights(path: Path) -> bool:
     """Returns whether a .safetensors file can be the weights of a whole model."""
-    return not path.match(FILES) and path.name != ADAPTER
+    return path.name != ADAPTER and not any(map(path.match, (FILES, PARTS)))
 
 
 def keys(folder: Path) -> list[str]:

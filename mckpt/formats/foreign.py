@@ -81,8 +81,9 @@ _DEEPSPEED = (
     " DeepSpeed puts beside it, and copy config.json and the tokenizer to OUT"
 )
 _VERL = (
-    "a checkpoint of verl. Run `python -m verl.model_merger merge --backend fsdp --local_dir"
-    " DIR/actor --target_dir OUT` (--backend megatron for a run with Megatron)"
+    "a checkpoint of verl: give the directory of a role in a step, such as"
+    " DIR/global_step_N/actor, with model_world_size_*_rank_*.pt of a run with FSDP, or dist_ckpt of"
+    " one with Megatron (use_dist_checkpointing)"
 )
 # Patterns of file names -> the description of a directory that has files for all of them
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -98,7 +99,6 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("zero_pp_rank_*",), _DEEPSPEED),
     (("mp_rank_*_model_states.pt",), _DEEPSPEED),
     (("global_step[0-9]*", "latest"), _DEEPSPEED),
-    (("model_world_size_*_rank_*.pt",), _VERL),
     (("dist_ckpt", "huggingface"), _VERL),
     (("global_step_[0-9]*",), _VERL),
     (("actor",), _VERL),

@@ -27,7 +27,7 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
-from mckpt.formats.hf_config import CONFIG, quantised_by, read_config
+from mckpt.formats.hf_config import CONFIG, described_in, quantised_by, read_config
 from mckpt.formats.hf_encodings import WRITTEN, Quantisation, Scheme, quantisation_of
 from mckpt.formats.hf_files import INDEX, SINGLE, Row, place, weight_files
 from mckpt.formats.hf_layout import Matching
@@ -62,6 +62,8 @@ class HuggingFaceRequest(LayoutRequest, frozen=True):
 
 class HuggingFace:
     """An opened Hugging Face directory. Only headers are read."""
+
+    cure = "If a download was interrupted, continue it."  # of files that do not fit together
 
     def __init__(self, path: str | Path) -> None:
         self.format = FORMAT
@@ -126,7 +128,8 @@ class HuggingFace:
         return []
 
     def show(self, most: int | None) -> Shown:
-        entries, config = self.entries, self.config if (self.root / CONFIG).is_file() else {}
+        described = (described_in(self.root) / CONFIG).is_file()
+        entries, config = self.entries, self.config if described else {}
         rows = [
             (key, *entries.entry(row)[:2], dict[str, Any]())
             for row, key in enumerate(entries.names[:most])
@@ -155,7 +158,7 @@ class HuggingFace:
             raise SourceError.of(
                 f"{self.root}: its weight files do not fit together:",
                 self.problems,
-                "If a download was interrupted, continue it.",
+                self.cure,
             )
         found = Matching(self.root, self.files, self.entries, self.config, self.quantisation, names)
         return found.layout()

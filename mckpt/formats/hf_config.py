@@ -15,6 +15,7 @@ from mckpt.storage.files import read_json
 from mckpt.storage.staging import MANIFEST
 
 CONFIG = "config.json"
+BESIDE = ("", "huggingface", ".hf_metadata")  # of verl, and of NeMo AutoModel
 QUANTISED = "quantization_config"  # the key of config.json
 # The same, in a file of its own, which ModelOpt writes. Older versions of it write this file only.
 MODELOPT = "hf_quant_config.json"
@@ -69,10 +70,18 @@ SIDE_FILES = (
 )
 
 
-def read_config(root: Path) -> dict[str, Any]:
-    """Returns the config.json of a directory, with the description of its quantisation that may lie
-    beside it.
+def described_in(root: Path) -> Path:
+    """Returns the directory whose config.json describes the weights in `root`: one that a training
+    puts there for it, or `root` itself.
     """
+    return next((root / name for name in BESIDE if (root / name / CONFIG).is_file()), root)
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """Returns the config.json that describes the weights in a directory, with the description of
+    its quantisation that may lie beside it.
+    """
+    root = described_in(root)
     if not (root / CONFIG).is_file():
         if not root.exists():
             raise SourceError(f"{root}: no such directory")

@@ -282,6 +282,46 @@ def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piec
     return piece._replace(start=dot(start), strides=tuple(map(dot, steps)))
 
 
+def crop(piece: Piece, shape: Sequence[int], region: Box) -> Piece | None:
+    """Returns the part of a piece of a dense buffer of this shape that lies in a region of it, as a
+    piece of a buffer of the region alone. None if no element lies there.
+
+    Raises ValueError if an axis of the piece runs along several axes of the buffer.
+    """
+    dense, inner = row_major(shape), row_major(region.shape)
+    place, rest = [], piece.start
+    for step in dense:
+        place.append(rest // step)
+        rest %= step
+    place = [at - low for at, low in zip(place, region.offset, strict=True)]
+    offset, sizes, strides = list(piece.box.offset), list(piece.box.shape), list(piece.strides)
+    free = set(range(len(dense)))
+    for axis, (count, stride) in enumerate(zip(piece.box.shape, piece.strides, strict=True)):
+        if count == 1:
+            continue
+        along = next((d for d in sorted(free) if stride >= dense[d] and shape[d] > 1), None)
+        if (
+            along is None
+            or stride % dense[along]
+            or (count - 1) * stride >= shape[along] * dense[along]
+        ):
+            raise ValueError(f"strides {list(piece.strides)} in a buffer {list(shape)}")
+        free.remove(along)
+        step, first = stride // dense[along], place[along]
+        low = max(0, (step - 1 - first) // step)
+        high = min(count, (region.shape[along] - first + step - 1) // step)
+        if low >= high:
+            return None
+        offset[axis] += low
+        sizes[axis], strides[axis] = high - low, step * inner[along]
+        place[along] = first + low * step
+    if not all(0 <= at < size for at, size in zip(place, region.shape, strict=True)):
+        return None
+    start = sum(at * step for at, step in zip(place, inner, strict=True))
+    box = Box(tuple(offset), tuple(sizes))
+    return piece._replace(box=box, start=start, strides=tuple(strides))
+
+
 def clip(piece: Piece, low: int, high: int) -> list[Piece]:
     """Returns the parts of a piece that lie in elements low..high of its buffer, as pieces of a
     buffer of these elements alone.

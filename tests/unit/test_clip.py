@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mckpt.geometry.box import clip, moves, whole_box
+from mckpt.geometry.box import Box, Piece, clip, crop, moves, whole_box
 from mckpt.geometry.packing import PACKINGS, buffer, shard
 
 SHAPES = {
@@ -68,3 +68,25 @@ def test_a_cut_in_the_middle_of_a_row_gives_two_pieces():
         (((1, 0), (1, 3)), 1),
     ]
     assert [move.run for part in clip(piece, 3, 7) for move in moves(part, part)] == [1, 3]
+
+
+@pytest.mark.parametrize("pack", sorted(PACKINGS))
+@pytest.mark.parametrize("transposed", [False, True])
+@given(data=st.data())
+def test_a_region_of_a_buffer_has_the_elements_of_the_region(pack, transposed, data):
+    shapes = SHAPES[pack]
+    whole = PACKINGS[pack](shapes, 2)
+    names = [str(i) for i in range(len(shapes))]
+    shape, pieces = buffer(whole, [whole_box(whole.shape)], names, transposed)
+    low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    region = Box(low, tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, low)))
+    expected = elements(pieces, shapes, math.prod(shape)).reshape(shape)
+    expected = expected[tuple(slice(o, o + n) for o, n in zip(*region))]
+    cropped = [part for piece in pieces if (part := crop(piece, shape, region))]
+    assert elements(cropped, shapes, math.prod(region.shape)).tolist() == expected.ravel().tolist()
+
+
+def test_a_piece_across_several_axes_of_a_buffer_is_refused():
+    piece = Piece("0", Box((0,), (6,)), 0, (1,))
+    with pytest.raises(ValueError, match="strides"):
+        crop(piece, (2, 3), Box((0, 0), (2, 2)))

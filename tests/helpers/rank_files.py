@@ -1,0 +1,98 @@
+"""Saves a Hugging Face model as the ranks of a training by torch's FSDP2 do, each its own part.
+
+    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT
+
+OUT/verl       model_world_size_4_rank_R.pt, optim_* and fsdp_config.json, mesh ("fsdp",)
+OUT/hsdp       the same, mesh ("ddp", "fsdp")
+OUT/columns    the same, mesh ("fsdp",), the up projections cut in columns
+OUT/model      shard-*.safetensors of torch's HuggingFaceStorageWriter, in two files each
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+WORLD = 4
+
+
+def model_of(arrays: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Returns a module whose parameters have these names."""
+    root = torch.nn.Module()
+    for name, value in arrays.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, torch.nn.Parameter(value.clone()))
+    return root
+
+
+def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer after a step with made-up gradients, which leaves the weights alone."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 3
+    optimizer.step()
+    return optimizer
+
+
+def by_columns(parameter: torch.nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[0] == 10 else None
+
+
+def save(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
+    dist.init_process_group("gloo", f"file://{out}/meeting", rank=rank, world_size=WORLD)
+    one = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
+    two = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("ddp", "fsdp"))
+    for name, mesh, placed in (
+        ("verl", one, None),
+        ("hsdp", two, None),
+        ("columns", one, by_columns),
+    ):
+        model = model_of(arrays)
+        fully_shard(model, mesh=mesh, shard_placement_fn=placed)
+        optimizer = stepped(model)
+        folder = out / name
+        folder.mkdir(exist_ok=True)
+        torch.save(model.state_dict(), folder / f"model_world_size_{WORLD}_rank_{rank}.pt")
+        torch.save(optimizer.state_dict(), folder / f"optim_world_size_{WORLD}_rank_{rank}.pt")
+        if name == "verl":
+            index = {key: 1 + number % 2 for number, key in enumerate(arrays)}
+            writer = dcp.HuggingFaceStorageWriter(str(out / "model"), index, save_distributed=True)
+            dcp.save(model.state_dict(), storage_writer=writer)
+    dist.destroy_process_group()
+
+
+def main(hf: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {}
+    for file in sorted(hf.glob("*.safetensors")):
+        arrays |= load_file(file)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    mp.start_processes(save, (arrays, out), nprocs=WORLD, start_method="fork")
+    for name in ("verl", "hsdp", "columns"):
+        facts = {"FSDP_version": 2, "world_size": WORLD}
+        (out / name / "fsdp_config.json").write_text(json.dumps(facts))
+    for folder in ("verl/huggingface", "hsdp/huggingface", "columns/huggingface"):
+        shutil.copytree(hf, out / folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(hf, out / "model/.hf_metadata", ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
