@@ -8,7 +8,9 @@
 model over all ranks, with NCCL and a GPU for each rank or with gloo on the CPU, and fills it and
 gathers its Hugging Face tensors in turn, `--rounds` times. With `--peer`, Megatron-Bridge builds
 the model, and fills and gathers the same one in the same run: AutoBridge.load_hf_weights and
-export_hf_weights. Both must set the same bits and yield the same tensors.
+export_hf_weights. Both must set the same bits and yield the same tensors. `--quantize` gathers the
+codes of quantised weights too, and `--save` writes the model as a Hugging Face directory and as
+`torch_dist` in DIR.
 
 Rank 0 prints JSON: seconds of each round; the most memory of the device that a round needed beside
 the model, in bytes; the bytes of all tensors; the seconds of the parts of each load on rank 0
@@ -28,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,8 @@ def main() -> None:
     run.add_argument("--threads", type=int, default=0)
     run.add_argument("--max-memory", default="512MiB")
     run.add_argument("--peer", action="store_true")
+    run.add_argument("--quantize", choices=("fp8", "mxfp8"))
+    run.add_argument("--save", type=Path, metavar="DIR")
     given = parser.parse_args()
     if given.command == "make":
         name, changed = SHAPES[given.shape]
@@ -86,6 +91,11 @@ def measure(given: argparse.Namespace) -> None:
     started = time.perf_counter()
     sync = live.Sync(chunks, like=given.hf, bucket_bytes=given.bucket_bytes)
     planned = time.perf_counter() - started
+    coded = None
+    if given.quantize:
+        coded = live.Sync(
+            chunks, like=given.hf, bucket_bytes=given.bucket_bytes, quantize=given.quantize
+        )
 
     def gather(tensors: Iterator[Any]) -> int:
         nbytes = 0
@@ -103,6 +113,10 @@ def measure(given: argparse.Namespace) -> None:
         "load": lambda: live.load(chunks, given.hf, **how),
         "sync": started_sync,
     }
+    if coded is not None:
+        steps[f"sync {given.quantize}"] = lambda: gather(coded())
+    for form in ("hf", "torch_dist") if given.save else ():
+        steps[f"save {form}"] = partial(saved, chunks, given, form)
     if bridge is not None:
         steps["peer load"] = lambda: bridge.load_hf_weights(chunks, str(given.hf))
         steps["peer sync"] = lambda: gather(bridge.export_hf_weights(chunks, show_progress=False))
@@ -124,7 +138,7 @@ def measure(given: argparse.Namespace) -> None:
             elif name == "load":
                 parts = {part: round(s, 4) for part, s in result.items()}
                 entry.setdefault("parts_s", []).append(parts)
-            elif name == "peer sync":
+            elif name.startswith(("peer sync", "sync ")):
                 entry["bytes"] = result
             if name.endswith("load"):
                 bits[name] = sum(digest(weight) for weight in weights)
@@ -139,6 +153,13 @@ def measure(given: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def saved(chunks: list[Any], given: argparse.Namespace, form: str) -> None:
+    """Writes the model as a checkpoint, in the place of the one before."""
+    from mckpt import live
+
+    live.save(chunks, given.save / form, format=form, like=given.hf, overwrite=True)
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, int, Any]:

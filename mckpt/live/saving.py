@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -30,6 +32,7 @@ from mckpt.errors import UsageError
 from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
 from mckpt.execute.piecewise import Batches
+from mckpt.execute.ranks import Ranks
 from mckpt.live.adapters import chosen, without_values
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, adapter_of, collected, ranks_of, release, stated
@@ -40,6 +43,8 @@ from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.options import SaveOptions, TargetOptions
 from mckpt.storage import sparse_copy
 
+PIECE = 16 << 20  # bytes that a thread copies to the host at a time
+
 
 def save(
     model_chunks: Sequence[Any],
@@ -48,7 +53,7 @@ def save(
     format: str = formats.MEGATRON,
     background: bool = False,
     max_memory: int | str = "256MiB",
-    threads: int = 1,
+    threads: int = 0,
     checksum: str = "crc32",
     allow_overflow: bool = False,
     optimizer: Any = None,
@@ -65,7 +70,8 @@ def save(
     adapter: of a model whose modules are wrapped by adapters (LoRA): "merged" writes the weights
         with the products of the adapters added, "none" without them, and "only" writes the adapter
         as a directory of PEFT, with format "hf".
-    threads: of each rank. max_memory: bytes of the buffers of one rank, beside the copy.
+    threads: of each rank; 0 means one for each core that it has. max_memory: bytes of the buffers
+        of one rank, beside the copy.
 
     The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
     Without sizes it has those of the model.
@@ -117,7 +123,7 @@ def save(
         return _planned(wanted, dst, options)
 
     plan = own_result(planned)
-    own_result(lambda: _copy(memory, copy))
+    own_result(lambda: _copy(memory, copy, how.threads or Ranks.of_environment().cores))
     if background:
         pool = ThreadPoolExecutor(1, "mckpt-live")
         found = pool.submit(_write, plan, how, copy, _group())
@@ -216,17 +222,38 @@ def _file(memory: Memory, model: Checkpoint) -> BinaryIO:
     return file
 
 
-def _copy(memory: Memory, file: BinaryIO) -> None:
-    """Copies the weights of this rank into its file."""
+def _copy(memory: Memory, file: BinaryIO, threads: int) -> None:
+    """Copies the weights of this rank into its file. Several threads do it, because the system
+    makes the memory of the file page by page, which takes longer than copies from a device.
+    """
     import torch
 
-    with mmap.mmap(file.fileno(), 0) as held:
-        whole = torch.frombuffer(held, dtype=torch.uint8)
-        for weight in memory.weights:
-            whole[weight.at : weight.at + weight.nbytes].copy_(weight.bytes(), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        del whole
+    held, device = threading.local(), memory.device
+    cuda = device.type == "cuda"
+    after = torch.cuda.current_stream(device) if cuda else None
+
+    def copy(part: tuple[torch.Tensor, torch.Tensor]) -> None:
+        source, target = part
+        if not cuda:
+            target.copy_(source)
+            return
+        if not hasattr(held, "stream"):
+            held.stream = torch.cuda.Stream(device)
+            held.stream.wait_stream(after)
+            held.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+        pinned = held.pinned[: len(source)]
+        with torch.cuda.stream(held.stream):
+            pinned.copy_(source, non_blocking=True)
+        held.stream.synchronize()
+        target.copy_(pinned)
+
+    with mmap.mmap(file.fileno(), 0) as mapped, ThreadPoolExecutor(threads) as pool:
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
+        targets = (whole[w.at : w.at + w.nbytes].split(PIECE) for w in memory.weights)
+        sources = (weight.bytes().split(PIECE) for weight in memory.weights)
+        for _ in pool.map(copy, zip(chain(*sources), chain(*targets), strict=True)):
+            pass
+        del whole, targets, sources
 
 
 def _write(plan: Plan, how: RunSettings, copy: BinaryIO, group: Any) -> dict[str, Any]:

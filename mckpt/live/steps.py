@@ -56,9 +56,10 @@ class ViewRun(NamedTuple):
     step: int  # elements from one view to the next
     numbers: list[int]  # of the views
 
-    def views(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+    def views(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the views as one tensor, whose first axis has their numbers."""
         shape, strides = (len(self.numbers), *self.shape), (self.step, *self.strides)
-        return memory.as_strided(shape, strides, self.start).unbind(0)
+        return memory.as_strided(shape, strides, self.start)
 
 
 class Moves(NamedTuple):
@@ -79,9 +80,9 @@ class Steps(NamedTuple):
     send: list[Moves]
     own: list[Moves]
     receive: list[Moves]
-    # the tensors in the memory that is made (True) or in the buffer, of each dtype; none on a rank
-    # that does not receive the bucket
-    tensors: dict[tuple[bool, str], list[ViewRun]]
+    # the tensors in the memory that is made (True) or in the buffer, of each dtype, and whether
+    # they are quantised; none on a rank that does not receive the bucket
+    tensors: dict[tuple[bool, str, bool], list[ViewRun]]
 
     @property
     def memory(self) -> int:
@@ -146,11 +147,12 @@ def steps_of(
                 move = LiveMove(copy.number, shape, at, dense, start, strides)
                 receive.add(Cast(cast.target, cast.target), move, None)
     buffer = bucket.nbytes if receives else size
-    tensors: dict[tuple[bool, str], list[View]] = {}
+    tensors: dict[tuple[bool, str, bool], list[View]] = {}
     for number, (is_made, start) in enumerate(places):
         tensor = bucket.tensors[number]
         view = number, tensor.shape, row_major(tensor.shape), start
-        tensors.setdefault((is_made, tensor.dtype), []).append(view)
+        kind = is_made, tensor.dtype, tensor.quantised
+        tensors.setdefault(kind, []).append(view)
     return Steps(
         buffer,
         made,

@@ -15,9 +15,10 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.live.adapters import LiveTensors, Products, chosen
-from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, plan
+from mckpt.live.buckets import Bucket, Buckets, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
+from mckpt.live.quantising import quantised
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import LiveMove, Moves, Steps, ViewRun, even_rooms, steps_of
 from mckpt.live.together import (
@@ -31,13 +32,10 @@ from mckpt.live.together import (
 from mckpt.options import SyncOptions, TargetOptions
 from mckpt.values.dtypes import itemsize, sum_dtype
 from mckpt.values.element import Cast
-from mckpt.values.quantisation import LARGEST
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
-
-BAND = 1024  # rows that are quantised at a time; a multiple of each block
 
 
 class Slice(NamedTuple):
@@ -343,20 +341,32 @@ class Sync:
         ]
 
     def _tensors(self, sent: _SentBucket) -> Iterator[Any]:
-        """Waits for a bucket, and yields its tensors if this rank receives them."""
-        tensors = self._received(sent)
-        listed = sent.bucket.tensors
+        """Waits for a bucket, and yields its tensors if this rank receives them: the codes and the
+        scales of those that are quantised.
+        """
+        found, scales = self._received(sent)
+        listed, scheme = sent.bucket.tensors, self.scheme
         del sent  # the memory of a bucket whose tensors have been made
         # strict=False: a rank that does not receive the bucket has no tensors
-        for tensor, whole in zip(listed, tensors, strict=False):
-            if self.scheme is None and not self.slices:
+        for number, (tensor, whole) in enumerate(zip(listed, found, strict=False)):
+            if scheme is None and not self.slices:
                 yield tensor.name, whole
                 continue
-            for name, form, first, shape in self._forms(tensor, whole):
-                yield Slice(name, form, first, shape) if self.slices else (name, form)
+            yield self._given_as(tensor.name, whole, tensor.first, tensor.whole)
+            if scheme is not None and number in scales:
+                grid = scheme.grids((tensor.whole[0], tensor.whole[1]))[0]
+                first = tensor.first // (scheme.block[0] or 1)
+                yield self._given_as(tensor.name + scheme.scales, scales[number], first, grid)
 
-    def _received(self, sent: _SentBucket) -> list[torch.Tensor]:
-        """Waits for a bucket, and returns its tensors, none if this rank does not receive them."""
+    def _given_as(
+        self, name: str, tensor: torch.Tensor, first: int, shape: tuple[int, ...]
+    ) -> Slice | tuple[str, torch.Tensor]:
+        return Slice(name, tensor, first, shape) if self.slices else (name, tensor)
+
+    def _received(self, sent: _SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+        """Waits for a bucket, and returns its tensors, none if this rank does not receive them; and
+        by their numbers the scales of those that are quantised.
+        """
         import torch
 
         for work in sent.works:
@@ -367,11 +377,18 @@ class Sync:
         self._copy(steps.own, bucket, made)
         self._copy(steps.receive, bucket, made, sent.buffer)
         tensors: dict[int, torch.Tensor] = {}
-        for (is_made, dtype), listed in steps.tensors.items():
+        scales: dict[int, torch.Tensor] = {}
+        for (is_made, dtype, is_quantised), listed in steps.tensors.items():
             memory = (made if is_made else sent.buffer).view(getattr(torch, dtype))
             for run in listed:
-                tensors.update(zip(run.numbers, run.views(memory), strict=True))
-        return [tensors[number] for number in range(len(tensors))]
+                values = run.views(memory)
+                if self.scheme is not None and is_quantised:
+                    values, grids, bad = quantised(values, self.scheme)
+                    scales.update(zip(run.numbers, grids.unbind(0), strict=True))
+                    names = [bucket.tensors[number].name for number in run.numbers]
+                    self._bad += zip(names, bad.unbind(0), strict=True)
+                tensors.update(zip(run.numbers, values.unbind(0), strict=True))
+        return [tensors[number] for number in range(len(tensors))], scales
 
     def _refuse_lost(self, sent: _SentBucket) -> None:
         """Raises the error of a rank whose weights could not be sent, on all ranks; or MckptError
@@ -397,23 +414,6 @@ class Sync:
 
             gathered(fail)
             raise lost("a bucket has not reached all ranks")
-
-    def _forms(
-        self, tensor: ExportedTensor, whole: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor, int, tuple[int, ...]]]:
-        """Yields a tensor, or its codes and its scales if it is quantised: name, elements, first
-        row, and shape of the whole tensor.
-        """
-        if self.scheme is None or not tensor.quantised:
-            yield tensor.name, whole, tensor.first, tensor.whole
-            return
-        rows, columns = self.scheme.block
-        assert rows and columns, "a form that mckpt writes has blocks"
-        codes, scales, finite = _quantised(whole, (rows, columns), self.scheme.dtypes[0])
-        self._bad.append((tensor.name, ~finite))
-        yield tensor.name, codes, tensor.first, tensor.whole
-        shape = -(-tensor.whole[0] // rows), -(-tensor.whole[1] // columns)
-        yield tensor.name + self.scheme.scales, scales, tensor.first // rows, shape
 
 
 def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
@@ -445,10 +445,10 @@ def _digest(made: Buckets) -> dict[str, Any]:
 def _views(memory: torch.Tensor, listed: list[ViewRun]) -> list[torch.Tensor]:
     """Returns the views of all runs in the order of their numbers."""
     if len(listed) == 1:
-        return list(listed[0].views(memory))
+        return list(listed[0].views(memory).unbind(0))
     found: dict[int, torch.Tensor] = {}
     for run in listed:
-        found.update(zip(run.numbers, run.views(memory), strict=True))
+        found.update(zip(run.numbers, run.views(memory).unbind(0), strict=True))
     return [found[number] for number in range(len(found))]
 
 
@@ -460,41 +460,3 @@ def _shifted(view: torch.Tensor, cast: Cast) -> torch.Tensor:
         return view
     wide = sum_dtype(itemsize(cast.source), itemsize(cast.target))
     return view.to(getattr(torch, wide)) + cast.offset
-
-
-def _quantised(
-    values: torch.Tensor, block: tuple[int, int], kind: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the codes and the scales of a matrix, and whether all its values are finite. The
-    formulas are those of `execute.quantising.quantise`. kind: the dtype of the scales, float32, or
-    uint8 for powers of two.
-    """
-    import torch
-
-    rows, columns = values.shape
-    down, along = -(-rows // block[0]), -(-columns // block[1])
-    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=values.device)
-    scales = torch.empty(down, along, dtype=getattr(torch, kind), device=values.device)
-    finite = torch.ones((), dtype=torch.bool, device=values.device)
-    # CUDA divides by a number of Python as it multiplies by its reciprocal, which rounds twice
-    largest = torch.full((), LARGEST, dtype=torch.float32, device=values.device)
-    for first in range(0, rows, BAND):
-        band = values[first : first + BAND].float()
-        count = len(band)
-        wide = torch.zeros(-(-count // block[0]) * block[0], along * block[1], device=values.device)
-        wide[:count, :columns] = band
-        blocks = wide.view(-1, block[0], along, block[1])
-        most = blocks.abs().amax((1, 3))
-        finite &= most.isfinite().all()
-        if kind == "uint8":
-            powers = (((most.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp_(0)
-            scale = powers.to(torch.uint8)
-            blocks *= ((254 - powers) << 23).view(torch.float32)[:, None, :, None]
-        else:
-            scale = most / largest
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-            blocks /= scale[:, None, :, None]
-        wide.clamp_(-LARGEST, LARGEST)
-        codes[first : first + count] = wide[:count, :columns].to(torch.float8_e4m3fn)
-        scales[first // block[0] : first // block[0] + len(scale)] = scale
-    return codes, scales, finite
