@@ -34,7 +34,7 @@ from mckpt.geometry.join import UNSCALED, Joined
 from mckpt.storage.descriptors import is_remote
 from mckpt.values.adding import Lengths
 from mckpt.values.dtypes import NoValue, cast
-from mckpt.values.element import Cast, Element, Place
+from mckpt.values.element import PRODUCT, Cast, Element, Place
 from mckpt.values.quantisation import ALONE, E4M3, Grid
 
 # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
@@ -158,14 +158,17 @@ class _SlabCopy:
         self.src: dict[int, int] = {}
         self.dst: dict[int, int] = {}
         self.written: list[Range] = []
+        self.raw = memoryview(b"")
 
     def _read(self, file: int, view: memoryview, at: int) -> None:
         read_at(self.src[file], view, at, self.mover.sources.paths[file])
 
-    def _bytes(self, file: int, at: int, nbytes: int) -> bytearray:
-        raw = bytearray(nbytes)
-        self._read(file, memoryview(raw), at)
-        return raw
+    def _bytes(self, file: int, at: int, nbytes: int) -> memoryview:
+        """Returns bytes of a source, in memory that the next call uses again."""
+        if len(self.raw) < nbytes:
+            self.raw = memoryview(bytearray(nbytes))
+        self._read(file, self.raw[:nbytes], at)
+        return self.raw[:nbytes]
 
     def _write(self, file: int, view: memoryview, at: int) -> None:
         self.mover.write(self.dst[file], view, at, self.mover.targets.paths[file])
@@ -287,10 +290,11 @@ class _SlabCopy:
             end - row,
             max(SECTOR // max(c.src_pitch, 1) if c.transposed else 1 for c in cluster.copies),
         )
-        # the other terms are read for each step
-        computed = any(c.cast != SAME and self.mover.casts[c.cast].term for c in cluster.copies)
-        large = cluster.transposed or computed
-        rows = cluster.rows_within(most if large else min(TILE, most), end - row)
+        terms = {self.mover.casts[c.cast].term for c in cluster.copies if c.cast != SAME} - {""}
+        # the factors of a product are read for each step; other terms take scratch memory of it
+        large = cluster.transposed or PRODUCT in terms
+        tile = 4 * TILE if terms else TILE
+        rows = cluster.rows_within(most if large else min(tile, most), end - row)
         if rows < least:
             rows = min(least, cluster.rows_within(most, end - row))
         if rows < least and (halves := cluster.halves()):

@@ -39,7 +39,7 @@ KEPT = 4 << 20  # lengths that are kept, of 4 bytes
 NO_AXIS, ROW_WISE, COLUMN_WISE = range(3)
 FACTORS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that a factor can have
 
-Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> a buffer of those bytes
+Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> those bytes, until the next call
 
 
 class Factor(NamedTuple):
@@ -56,25 +56,26 @@ class Factor(NamedTuple):
         return self._replace(down=self.along, along=self.down)
 
     def block(
-        self, row: int, rows: int, column: int, columns: int, read: Read, kind: str = "f4"
+        self, row: int, rows: int, column: int, columns: int, read: Read, kind: str | None = "f4"
     ) -> np.ndarray:
-        """Returns [rows, columns] of the matrix from (row, column) on, in the dtype `kind`."""
+        """Returns [rows, columns] of the matrix from (row, column) on, in the dtype `kind`.
+        None: as stored, in memory that may last until the next call of `read`.
+        """
         dtype, wide = numpy_dtype(FACTORS[self.dtype]), itemsize(FACTORS[self.dtype])
         if self.down < self.along:
             return self.turned.block(column, columns, row, rows, read, kind).T
-        out = np.empty((rows, columns), kind)
         span = (columns - 1) * self.along + 1
         near = self.down < 2 * span  # then the bytes between the rows are few
         step = rows if near else 1
+        strides = self.down * wide, self.along * wide
+        out = np.empty((0 if kind is None and near else rows, columns), kind or dtype)
         for i in range(0, rows, step):
             first = self.at + ((row + i) * self.down + column * self.along) * wide
             raw = read(self.file, first, ((step - 1) * self.down + span) * wide)
-            out[i : i + step] = np.lib.stride_tricks.as_strided(
-                np.frombuffer(raw, dtype),
-                (step, columns),
-                (self.down * wide, self.along * wide),
-                writeable=False,
-            )
+            found = np.ndarray((step, columns), dtype, raw, strides=strides)
+            if not len(out):
+                return found
+            out[i : i + step] = found
         return out
 
 

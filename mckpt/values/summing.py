@@ -12,15 +12,20 @@ The input that is copied is the base; the others are read for each part of it.
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mckpt.lazy import numpy as np
-from mckpt.values.adding import CHUNK, WIDTH, Factor, Lengths, Read, lines
+from mckpt.values.adding import CHUNK, FACTORS, WIDTH, Factor, Lengths, Read, lines
+from mckpt.values.dtypes import numpy_dtype
 
 BASE = -1  # the file of the term that stands for the base
 # the bits of a float64 that a float32 does not have, and those of a value in the middle of two
 LOST, MIDDLE = (1 << 29) - 1, 1 << 28
 BLOCK = 8 << 10  # elements; float64 values of more than 128 KiB get fresh pages each time
+LEAST = 2 << 10  # elements that are summed at a time, of any number of inputs
 NORMAL = 2.0**-126  # the smallest float32 of full precision; below it, they are 2**-149 apart
 
 
@@ -34,6 +39,7 @@ class Term(NamedTuple):
     column: int
     rows: int
     columns: int
+    input: int = 0
 
 
 class Sum(NamedTuple):
@@ -71,9 +77,9 @@ class Sum(NamedTuple):
         """Returns the numbers of `of`, [(1 + terms) * WIDTH]."""
         head = [self.at, self.down, self.along, self.row, self.column, len(self.terms)]
         words = head + [0] * (WIDTH - len(head))
-        for part, *numbers, row, column, rows, columns in self.terms:
-            bits = np.array(numbers, "f8").view("i8").tolist()
-            one = [*part, *bits, row, column, rows, columns]
+        for part, coefficient, shift, *box in self.terms:
+            bits = np.array([coefficient, shift], "f8").view("i8").tolist()
+            one = [*part, *bits, *box]
             words += one + [0] * (WIDTH - len(one))
         return words
 
@@ -82,7 +88,7 @@ class Sum(NamedTuple):
         """Returns the sum of its numbers, which start at the first row of [rows, WIDTH]."""
         at, down, along, row, column, count = words[0, :6].tolist()
         terms = (
-            Term(Factor(*one[:5]), *np.array(one[5:7], "i8").view("f8").tolist(), *one[7:11])
+            Term(Factor(*one[:5]), *np.array(one[5:7], "i8").view("f8").tolist(), *one[7:12])
             for one in words[1 : 1 + count].tolist()
         )
         return cls(at, down, along, row, column, tuple(terms))
@@ -110,35 +116,129 @@ def average(
         base, out = base.T, out.T
     m, n = base.shape
     offset -= sum(term.shift for term in of.terms if term.part.file == BASE)
-    width = max(1, min(n, CHUNK))
-    height = max(1, min(m, CHUNK // width))
+    coefficients = [c for _, c in sorted({(term.input, term.coefficient) for term in of.terms})]
+    inputs = len(coefficients)
+    most = max(LEAST, 4 * CHUNK // max(4, inputs))
+    width = max(1, min(n, most))
+    height = max(1, min(m, most // width))
+    others = (FACTORS[term.part.dtype] for term in of.terms if term.part.file != BASE)
+    narrow = {base.dtype.name, *others} == {"bfloat16"} and not any(t.shift for t in of.terms)
+    kind = "bfloat16" if narrow else "float32"
     for top in range(0, m, height):
         for left in range(0, n, width):
             part = slice(top, min(m, top + height)), slice(left, min(n, left + width))
-            values = base[part]
-            total = np.full(values.shape, 0.0 if len(of.terms) > 1 else -0.0, "f4")
-            for number, term in enumerate(of.terms):
-                first = number == 0
+            own = base[part]
+            values = _scratch.of("values", (inputs, *own.shape), kind)
+            for term in of.terms:
+                here = values[term.input]
                 if term.part.file == BASE:
-                    own = shifted(np.asarray(values, "f4"), term.shift)
-                    add(total, own, term.coefficient, first)
-                    continue
-                rows = within(row + top * down, down, values.shape[0], term.row, term.rows)
-                columns = within(
-                    column + left * along, along, values.shape[1], term.column, term.columns
-                )
-                if rows and columns:
+                    found = own
+                else:
+                    rows = within(row + top * down, down, own.shape[0], term.row, term.rows)
+                    columns = within(
+                        column + left * along, along, own.shape[1], term.column, term.columns
+                    )
+                    if not (rows and columns):
+                        continue
+                    here = here[rows.there, columns.there]
                     found = term.part.block(
                         *(rows.first - term.row, rows.extent),
                         *(columns.first - term.column, columns.extent),
                         read,
-                    )
-                    here = total[rows.there, columns.there]
-                    other = shifted(found[::down, ::along], term.shift)
-                    add(here, other, term.coefficient, first)
+                        None,
+                    )[::down, ::along]
+                np.copyto(here, found, casting="unsafe")
+                if term.shift:
+                    here += np.float32(term.shift)
+            total = total_of(values.reshape(inputs, -1), coefficients).reshape(own.shape)
             if offset:
                 total += np.float32(offset)
             np.copyto(out[part], total, casting="unsafe")
+
+
+class _Scratch(threading.local):
+    """The memory in which a thread sums blocks of elements. New memory is slow: the kernel clears
+    each page of it.
+    """
+
+    arrays: Mapping[str, np.ndarray] = {}
+
+    def of(self, name: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
+        """Returns an array of this shape, with any content."""
+        count = math.prod(shape)
+        if (found := self.arrays.get(name)) is None or found.dtype != kind or found.size < count:
+            found = np.empty(count, numpy_dtype(kind))
+            self.arrays = {**self.arrays, name: found}
+        return found[:count].reshape(shape)
+
+
+_scratch = _Scratch()
+
+
+def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
+    """Returns the sums of values [inputs, n], in bfloat16 or float32. They are float32, in memory
+    that the next call uses again.
+    """
+    inputs, n = values.shape
+    zero = 0.0 if inputs > 1 else -0.0
+    total = _scratch.of("total", (n,), "float32")
+    total.fill(zero)
+    if values.dtype == np.float32:
+        _add_each(total, values, coefficients)
+        return total
+    product, wide = _scratch.of("wide", (2, n), "float64")
+    if all(abs(c) <= 1 and (c * 2**16).is_integer() for c in coefficients):
+        product = product.view("f4")[:n]  # has all 8 + 16 bits
+        for row, coefficient in zip(values, coefficients, strict=True):
+            np.copyto(product, row)
+            product *= np.float32(coefficient)
+            np.add(product, total, out=total)
+        return total
+    for number, coefficient in enumerate(coefficients):
+        np.copyto(product, values[number])  # has all 8 + 24 bits
+        product *= coefficient
+        product += wide if number else zero
+        np.copyto(total, product, casting="unsafe")
+        if number + 1 < inputs:
+            np.copyto(wide, total)
+    if (at := inexact(values, coefficients)).size:
+        some = np.full(at.size, zero, "f4")
+        _add_each(some, values[:, at].astype("f4"), coefficients)
+        total[at] = some
+    return total
+
+
+def _add_each(total: np.ndarray, values: np.ndarray, coefficients: Sequence[float]) -> None:
+    """Adds values [inputs, n] times their coefficients to the total, which is zero."""
+    for number, coefficient in enumerate(coefficients):
+        add(total[None], values[number, None], coefficient, number == 0)
+
+
+def inexact(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
+    """Returns the numbers of those elements of bfloat16 values [inputs, n] whose sums float64 may
+    have to round.
+
+    If all products are multiples of a power of two, so are all totals, because they are rounded to
+    fewer bits. Float64 has each such number up to 2**53 times that power.
+    """
+    bits, signed = values.view("u2"), values.view("i2")
+    most = np.maximum(signed.max(axis=1), bits.max(axis=1) & 0x7FFF)
+    least = np.minimum(bits.min(axis=1), signed.min(axis=1) & 0x7FFF)
+    largest = (most.astype("u4") << 16).view("f4").astype("f8")
+    bound = 1.001 * float((np.abs(coefficients) * largest).sum())  # of all sums and products
+    found = np.zeros(0, bool)
+    for number, coefficient in enumerate(coefficients):
+        top, bottom = coefficient.as_integer_ratio()
+        last = (top & -top) / bottom  # the last bit of the coefficient
+        # that of a value is at least 2**(bits // 128 - 134)
+        limit = 0x8000
+        if math.isfinite(bound):
+            limit = min(limit, math.frexp(bound / last)[1] + 81 << 7) if last else 0
+        if limit > 128 and least[number] < limit:
+            size = bits[number] & 0x7FFF
+            low = (size < limit) & (size > 0)
+            found = found | low if found.size else low
+    return np.flatnonzero(found)
 
 
 def shifted(values: np.ndarray, shift: float) -> np.ndarray:

@@ -16,7 +16,8 @@ import mckpt
 from mckpt.editing import schedules
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
-from mckpt.values.summing import add
+from mckpt.values.dtypes import numpy_dtype
+from mckpt.values.summing import add, inexact, total_of
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import mckpt as command
 
@@ -60,6 +61,36 @@ def test_a_fused_multiply_add_has_one_rounding() -> None:
         assert found.tobytes() == (
             torch.from_numpy(total.copy()).add_(torch.from_numpy(values), alpha=coefficient)
         ).numpy().tobytes() or not torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [(0.1, 0.2, 0.3, 0.4), (1.0, 10475530 / 2**24), (1.0, -2.5, 1e-9), (0.5, 0.25), (0.3,)],
+)
+def test_sums_of_bfloat16_have_the_bits_of_fused_multiply_adds(weights: tuple[float, ...]) -> None:
+    """Most are computed together in float64; those that it would round twice are not."""
+    drawn = np.random.default_rng(0)
+    coefficients, size = [float(np.float32(w)) for w in weights], (len(weights), 20_000)
+    normal = (drawn.standard_t(2, size) * 0.02).astype("f4").view("u4") >> 16
+    # 1 + 2**-24 * (1 + 2**-30) with the second weights; float64 has no bit for the last part
+    normal[:2, 0] = (np.array([1, 205 * 2.0**-31], "f4").view("u4") >> 16)[: len(weights)]
+    far = drawn.choice([58, 90, 120, 170], size) << 7 | drawn.choice([0, 1, 127, 85], size)
+    far |= drawn.choice([0, 1 << 15], size)
+    anything = drawn.integers(0, 1 << 16, size)
+    zeros = np.where(drawn.random(size) < 0.3, drawn.choice([0, 1 << 15], size), normal)
+    for bits in (normal, far, anything, zeros, far % 128):
+        values = bits.astype("u2").view(numpy_dtype("bfloat16"))
+        total = np.full((1, size[1]), 0.0 if len(weights) > 1 else -0.0, "f4")
+        with np.errstate(all="ignore"):
+            for number, coefficient in enumerate(coefficients):
+                row = values[number, None].astype("f4")
+                add(total, row, coefficient, first=number == 0)
+            found = total_of(values, coefficients)
+        assert np.array_equal(found, total[0], equal_nan=True)
+        number = ~np.isnan(found)
+        assert np.array_equal(found.view("u4")[number], total[0].view("u4")[number])
+    few = inexact(normal.astype("u2").view(numpy_dtype("bfloat16")), coefficients)
+    assert len(weights) != 4 or 0 < few.size < 100
 
 
 def noisy(source: Path, directory: Path, seed: int) -> Path:
