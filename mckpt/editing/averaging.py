@@ -277,7 +277,7 @@ def terms(
         rounded = float(np.float32(coefficient))
         if number == base:
             factor = Factor(BASE, 0, 0, 0, 0)
-            yield Term(factor, rounded, -own.offset, *own.box.offset, *own.box.shape, number)
+            yield Term(factor, rounded, -own.offset, *own.box.offset, *own.box.shape, input=number)
             continue
         covered = 0
         for one in others[number].get(place, ()):

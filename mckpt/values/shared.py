@@ -1,10 +1,16 @@
-"""Results that depend on a whole tensor, computed once by all threads that need them."""
+"""Results that depend on a whole tensor, computed once by all threads that need them; and memory of
+each thread for intermediate values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from threading import Lock
+import math
+import threading
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+from mckpt.lazy import numpy as np
+from mckpt.values.dtypes import numpy_dtype
 
 KEPT = 4096  # results, each a few numbers for each input of a merge
 
@@ -18,7 +24,7 @@ class Shared:
     def __init__(self) -> None:
         self._results: dict[Hashable, Any] = {}
         self._parts: dict[Hashable, dict[int, Any]] = {}
-        self._locks: dict[Hashable, list[Lock]] = {}
+        self._locks: dict[Hashable, list[threading.Lock]] = {}
 
     def __reduce__(self) -> tuple[type[Shared], tuple[()]]:
         return Shared, ()
@@ -36,7 +42,7 @@ class Shared:
         """
         if key in self._results:
             return self._results[key]
-        locks = self._locks.setdefault(key, [Lock() for _ in range(count)])
+        locks = self._locks.setdefault(key, [threading.Lock() for _ in range(count)])
         parts = self._parts.setdefault(key, {})
         for wait in (False, True):
             for number, lock in enumerate(locks):
@@ -52,3 +58,21 @@ class Shared:
         while len(self._results) > KEPT:
             self._results.pop(next(iter(self._results), None), None)
         return result
+
+
+class Scratch(threading.local):
+    """Memory for the intermediate values of one thread. New memory is slow, because the kernel
+    clears each page of it.
+    """
+
+    arrays: Mapping[str, np.ndarray] = {}
+
+    def of(self, name: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
+        """Returns an array of this shape, with any content. It is used again by the next call with
+        the same name.
+        """
+        count = math.prod(shape)
+        if (found := self.arrays.get(name)) is None or found.dtype != kind or found.size < count:
+            found = np.empty(count, numpy_dtype(kind))
+            self.arrays = {**self.arrays, name: found}
+        return found[:count].reshape(shape)

@@ -13,13 +13,12 @@ The input that is copied is the base; the others are read for each part of it.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mckpt.lazy import numpy as np
 from mckpt.values.adding import CHUNK, FACTORS, WIDTH, Factor, Lengths, Read, lines
-from mckpt.values.dtypes import numpy_dtype
+from mckpt.values.shared import Scratch
 
 BASE = -1  # the file of the term that stands for the base
 # the bits of a float64 that a float32 does not have, and those of a value in the middle of two
@@ -156,23 +155,7 @@ def average(
             np.copyto(out[part], total, casting="unsafe")
 
 
-class _Scratch(threading.local):
-    """The memory in which a thread sums blocks of elements. New memory is slow: the kernel clears
-    each page of it.
-    """
-
-    arrays: Mapping[str, np.ndarray] = {}
-
-    def of(self, name: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
-        """Returns an array of this shape, with any content."""
-        count = math.prod(shape)
-        if (found := self.arrays.get(name)) is None or found.dtype != kind or found.size < count:
-            found = np.empty(count, numpy_dtype(kind))
-            self.arrays = {**self.arrays, name: found}
-        return found[:count].reshape(shape)
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:

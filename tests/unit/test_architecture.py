@@ -233,7 +233,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "execute.threads",
             "live.saving",
             "storage.sparse_copy",
-            "values.shared",  # locks alone
+            "values.shared",  # locks, and memory of each thread
             "verification.levels",
             "verification.report",
             "verification.verdict",
