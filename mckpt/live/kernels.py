@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def quantise(
-    values: Any,
-    codes: Any,
-    scales: Any,
-    bad: Any,
-    rows: Any,
-    columns: Any,
-    step: Any,
-    down: Any,
-    along: Any,
-    tiles: Any,
+def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but constexpr
+    values,
+    codes,
+    scales,
+    bad,
+    rows,
+    columns,
+    step,
+    down,
+    along,
+    tiles,
     LARGEST: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
     POWERS: tl.constexpr,
-) -> None:
+):
     """Writes the codes and the scales of COUNT blocks of one of several matrices.
 
     bad: a flag of each matrix, which becomes 1 if a value is not finite. step: elements from one
