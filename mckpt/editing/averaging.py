@@ -277,7 +277,7 @@ def terms(
         rounded = float(np.float32(coefficient))
         if number == base:
             factor = Factor(BASE, 0, 0, 0, 0)
-            yield Term(factor, rounded, -own.offset, *own.box.offset, *own.box.shape, input=number)
+            yield Term(factor, number, rounded, -own.offset, *own.box.offset, *own.box.shape)
             continue
         covered = 0
         for one in others[number].get(place, ()):
@@ -286,9 +286,8 @@ def terms(
                 continue
             check(part.of, number)
             covered += math.prod(inner.shape)
-            yield Term(
-                part.factor, rounded, -part.offset, *part.box.offset, *part.box.shape, number
-            )
+            box = *part.box.offset, *part.box.shape
+            yield Term(part.factor, number, rounded, -part.offset, *box)
         assert covered == own.rows * own.columns, (place, number, covered)
 
 

@@ -178,7 +178,7 @@ def digest_of(layout: Layout) -> str:
 
 def scaled(s: Stored, factor: float) -> Stored:
     """Returns stored matrices with their values times a factor, a float32 (values/summing.py)."""
-    term = Term(Factor(BASE, 0, 0, 0, 0), float(np.float32(factor)), 0.0, 0, 0, 0, 0)
+    term = Term(Factor(BASE, 0, 0, 0, 0), 0, float(np.float32(factor)), 0.0, 0, 0, 0, 0)
     added = {}
     for number, piece in enumerate(s.pieces):
         along, down = sorted(piece.strides)

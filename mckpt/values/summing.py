@@ -32,13 +32,13 @@ class Term(NamedTuple):
     """A part of one input, from element (row, column) of the tensor on."""
 
     part: Factor
+    input: int
     coefficient: float
     shift: float  # added to each stored element, in float32
     row: int
     column: int
     rows: int
     columns: int
-    input: int = 0
 
 
 class Sum(NamedTuple):
@@ -76,9 +76,9 @@ class Sum(NamedTuple):
         """Returns the numbers of `of`, [(1 + terms) * WIDTH]."""
         head = [self.at, self.down, self.along, self.row, self.column, len(self.terms)]
         words = head + [0] * (WIDTH - len(head))
-        for part, coefficient, shift, *box in self.terms:
+        for part, number, coefficient, shift, *box in self.terms:
             bits = np.array([coefficient, shift], "f8").view("i8").tolist()
-            one = [*part, *bits, *box]
+            one = [*part, number, *bits, *box]
             words += one + [0] * (WIDTH - len(one))
         return words
 
@@ -87,7 +87,9 @@ class Sum(NamedTuple):
         """Returns the sum of its numbers, which start at the first row of [rows, WIDTH]."""
         at, down, along, row, column, count = words[0, :6].tolist()
         terms = (
-            Term(Factor(*one[:5]), *np.array(one[5:7], "i8").view("f8").tolist(), *one[7:12])
+            Term(
+                Factor(*one[:5]), one[5], *np.array(one[6:8], "i8").view("f8").tolist(), *one[8:12]
+            )
             for one in words[1 : 1 + count].tolist()
         )
         return cls(at, down, along, row, column, tuple(terms))
