@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+@triton.jit
 def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but constexpr
     values,
     codes,

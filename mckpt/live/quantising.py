@@ -38,8 +38,8 @@ def quantised(
     if _has_kernel(device):
         _in_one_kernel(matrices, codes, scales, bad, (height, width))
     else:
-        for values, *made in zip(matrices, codes, scales, bad, strict=True):
-            _by_bands(values, *made, (height, width))
+        for values, code, scale, flag in zip(matrices, codes, scales, bad, strict=True):
+            _by_bands(values, code, scale, flag, (height, width))
     return codes, scales, bad
 
 

@@ -15,7 +15,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.live.adapters import LiveTensors, Products, chosen
-from mckpt.live.buckets import Bucket, Buckets, To, plan
+from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
 from mckpt.live.quantising import quantised
@@ -213,7 +213,8 @@ class Sync:
 
     def _given(self) -> Iterator[Any]:
         """Does the work of a call, with the weights where they are now or were kept."""
-        self._bad: list[tuple[str, torch.Tensor]] = []  # what was infinite: name, and a flag
+        # flags that are not 0 for values that were infinite, and the numbers of their tensors
+        self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
         if self._factors is not None:
             self._factors._refused = self._refused
             self._products.take(self._factors._given())
@@ -234,8 +235,10 @@ class Sync:
     def _check(self) -> None:
         import torch
 
-        flags = torch.stack([flag for _, flag in self._bad]).tolist() if self._bad else []
-        found = [name for (name, _), flag in zip(self._bad, flags, strict=True) if flag]
+        every = [flags.reshape(-1).int() for _, _, flags in self._bad]
+        names = [listed[n].name for listed, numbers, _ in self._bad for n in numbers]
+        flags = torch.cat(every).tolist() if every else []
+        found = [name for name, flag in zip(names, flags, strict=True) if flag]
         self._bad.clear()
         if found:
             raise UsageError.of(
@@ -328,7 +331,7 @@ class Sync:
                     place.copy_(_shifted(values, cast))
                 if self._overflows(cast):
                     flag = (place.isinf() & values.isfinite()).any()
-                    self._bad.append((bucket.tensors[m.tensor].name, flag))
+                    self._bad.append((bucket.tensors, [m.tensor], flag))
 
     def _weights(self, moves: list[LiveMove], dtype: str) -> list[torch.Tensor]:
         """Returns the elements of weights that copies read: the weight itself if they are all."""
@@ -349,19 +352,16 @@ class Sync:
         del sent  # the memory of a bucket whose tensors have been made
         # strict=False: a rank that does not receive the bucket has no tensors
         for number, (tensor, whole) in enumerate(zip(listed, found, strict=False)):
-            if scheme is None and not self.slices:
+            if not self.slices:
                 yield tensor.name, whole
+                if scheme is not None and number in scales:
+                    yield tensor.name + scheme.scales, scales[number]
                 continue
-            yield self._given_as(tensor.name, whole, tensor.first, tensor.whole)
+            yield Slice(tensor.name, whole, tensor.first, tensor.whole)
             if scheme is not None and number in scales:
                 grid = scheme.grids((tensor.whole[0], tensor.whole[1]))[0]
                 first = tensor.first // (scheme.block[0] or 1)
-                yield self._given_as(tensor.name + scheme.scales, scales[number], first, grid)
-
-    def _given_as(
-        self, name: str, tensor: torch.Tensor, first: int, shape: tuple[int, ...]
-    ) -> Slice | tuple[str, torch.Tensor]:
-        return Slice(name, tensor, first, shape) if self.slices else (name, tensor)
+                yield Slice(tensor.name + scheme.scales, scales[number], first, grid)
 
     def _received(self, sent: _SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
         """Waits for a bucket, and returns its tensors, none if this rank does not receive them; and
@@ -385,8 +385,7 @@ class Sync:
                 if self.scheme is not None and is_quantised:
                     values, grids, bad = quantised(values, self.scheme)
                     scales.update(zip(run.numbers, grids.unbind(0), strict=True))
-                    names = [bucket.tensors[number].name for number in run.numbers]
-                    self._bad += zip(names, bad.unbind(0), strict=True)
+                    self._bad.append((bucket.tensors, run.numbers, bad))
                 tensors.update(zip(run.numbers, values.unbind(0), strict=True))
         return [tensors[number] for number in range(len(tensors))], scales
 
