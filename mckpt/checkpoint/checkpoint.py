@@ -57,8 +57,20 @@ class Addition(ABC):
         """Returns the dims of the changed model."""
         return dims
 
-    def family(self, family: MappingFile) -> MappingFile:
-        """Returns the family of the changed model. family: that of the model before."""
+    @property
+    def dialect(self) -> str:
+        """Returns the name of the dialect that can hold the changed model, "" if others can."""
+        return ""
+
+    @property
+    def anew(self) -> Mapping[str, Any]:
+        """Returns the dims of parts that the changed model has anew, as they are without these."""
+        return {}
+
+    def family(self, family: MappingFile | None) -> MappingFile | None:
+        """Returns the family of the changed model, None if it has none. family: that of the model
+        before.
+        """
         return family
 
     def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:

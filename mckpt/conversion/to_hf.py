@@ -154,6 +154,11 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     (None if there is none), and a note on the origin of both.
     """
     described, family = source.files.described_by, source.family
+    if source.changes_family and family is None:
+        raise UsageError(
+            f"{source.path}: no class of transformers computes the edited model; give --format"
+            " torch_dist, or another format of Megatron"
+        )
     if described is None or family is None:
         chosen, note = choose_family(source)
         return chosen, None, note
@@ -191,7 +196,7 @@ def _inexact(source: Checkpoint, family: MappingFile, target: TargetOptions) -> 
     # Without a manifest the checkpoint was trained, and the trainer may have ignored some args.
     if source.files.described_by is None and not source.files.manifest:
         trained_by = source.model.run_config_file or source.mapping
-        warned = trained_by.warnings(source.dims).items()
+        warned = trained_by.warnings(source.model.dims).items()  # before an edit
         unsaid = {name: why for name, why in warned if name not in source.files.options.dims}
         found = found | refuse_inexact(unsaid, target, "config.json")
     return found

@@ -305,10 +305,10 @@ def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     own = source.mapping.whole
     here = own.trainer if own else BESIDE
     trainer = target.towers or here
-    if source.is_megatron and target.dialect is None and trainer == here:
+    named = target.dialect or (source.merging and source.merging.dialect) or None
+    if source.is_megatron and named is None and trainer == here:
         return source.mapping
     family = source.family
-    named = target.dialect
     if named is None and family is not None and trainer in family.towers:
         named = family.towers[trainer].dialect or None
     if named is None and source.is_megatron:
@@ -392,7 +392,8 @@ def _parallel(
     parallel.check(dims["num_experts"])
     count = dialect.num_numbers(dims)
     own = count
-    if source.is_megatron and parallel.is_split_as(source.parallel):
+    same_layers = "layer_parts" not in source.edited
+    if source.is_megatron and same_layers and parallel.is_split_as(source.parallel):
         own = source.mapping.num_numbers(dims)
     sizes = parallel.split(own, mtp)
     if any(n * count % own for n in sizes):
@@ -562,6 +563,7 @@ def _inexact(
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     refuse_unloadable(source, file, {**dims, **program})
+    dims = {**dims, **(source.merging.anew if source.merging else {})}
     stock = dialect.inexact(dims, program) if dialect.has_args else {}
     described, same = source.model.run_config_file, source.mapping.name == dialect.name
     if source.is_megatron and described is not None and same:
@@ -628,10 +630,12 @@ def _lost(
 
 
 def _tokenizer(source: Checkpoint) -> dict[str, Path | bytes]:
-    """Returns the files of the tokenizer that the training saved in a Megatron source: name in the
-    target -> path.
+    """Returns the files of the tokenizer that the training saved in a Megatron source, or of a
+    model that has no DST/hf for them: name in the target -> path.
     """
     root = source.files.tokenizer_directory
+    if root is None and source.changes_family and source.family is None:
+        root = source.files.side_directory  # no config.json can describe the model
     files: dict[str, Path | bytes] = {}
     if root is not None:
         files = {name: root / name for name in side_files(root).kept}
@@ -641,7 +645,11 @@ def _tokenizer(source: Checkpoint) -> dict[str, Path | bytes]:
 
 
 def _side_root(source: Checkpoint) -> Path | None:
-    """Returns the directory whose Hugging Face files go to DST/hf; None if there is none."""
+    """Returns the directory whose Hugging Face files go to DST/hf; None if there is none, or if no
+    family has an edited model.
+    """
+    if source.changes_family and source.family is None:
+        return None
     root = source.files.side_directory
     if root is None and (
         source.carried or source.mapping.whole

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ EXACT, KEPT, FORMULA = "exact", "kept", "formula"
 
 class Edit(ABC):
     """One edit. Its methods raise UsageError for a model that cannot be edited so."""
+
+    dialect: ClassVar[str] = ""  # the dialect that can hold the edited model, if only one can
+    anew: ClassVar[Mapping[str, Any]] = {}  # see `Addition.anew`
 
     @staticmethod
     @abstractmethod
@@ -94,8 +97,10 @@ class Edit(ABC):
     def dims(self, dims: Dims) -> Dims:
         """Returns the dims of the edited model."""
 
-    def family(self, family: MappingFile, dims: Dims) -> MappingFile:
-        """Returns the family of the edited model. family: before. dims: those of the edited one."""
+    def family(self, family: MappingFile | None, dims: Dims) -> MappingFile | None:
+        """Returns the family of the edited model, None if there is none. family: before. dims:
+        those of the edited one.
+        """
         return family
 
     @abstractmethod
@@ -122,7 +127,15 @@ class Editing(Addition):
     def dims(self, dims: Dims) -> Dims:
         return reduce(lambda found, edit: edit.dims(found), self.edits, dims)
 
-    def family(self, family: MappingFile) -> MappingFile:
+    @property
+    def dialect(self) -> str:
+        return next((edit.dialect for edit in self.edits if edit.dialect), "")
+
+    @property
+    def anew(self) -> Mapping[str, Any]:
+        return {name: value for edit in self.edits for name, value in edit.anew.items()}
+
+    def family(self, family: MappingFile | None) -> MappingFile | None:
         dims = self.source.dims
         for edit in self.edits:
             dims = edit.dims(dims)

@@ -9,7 +9,7 @@ from typing import Any
 from mckpt.checkpoint.checkpoint import without_mtp_layers
 from mckpt.editing.edits import EXACT, Edit
 from mckpt.editing.layers import LAYER, refuse_apart
-from mckpt.editing.pieces import ADAM, again, file_of, kinds_of, new_values, under, with_new_states
+from mckpt.editing.pieces import again, file_of, kinds_of_new, new_values, under, with_new_states
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import ZEROS, Box, Layout, Stored
 from mckpt.lazy import numpy as np
@@ -69,12 +69,7 @@ class MultiToken(Edit):
         count, first = dims["num_layers"], dims["num_layers"] + dims["mtp_layers"]
         if not self.add:
             return without_mtp_layers(layout, count)
-        kinds = kinds_of(layout)
-        if strange := {kind for own in kinds.values() for kind in own} - ADAM:
-            raise UsageError(
-                f"mtp: new weights have no state of the optimizer of SRC"
-                f" ({', '.join(sorted(strange))}); give --no-optimizer"
-            )
+        kinds = kinds_of_new("mtp", layout)
         ends = {f"final_norm.{part}": f"{MTP}.norm.{part}" for part in ("weight", "bias")}
         end = under(layout, ends)
         files, stored = [*layout.files], [*layout.stored]
@@ -91,7 +86,7 @@ class MultiToken(Edit):
             made.shapes |= {
                 p.tensor: _extent(made, p.tensor) for s in made.stored for p in s.pieces
             }
-            wanted = dict.fromkeys(made.shapes, kinds["final_norm.weight"])
+            wanted = dict.fromkeys(made.shapes, kinds)
             made = with_new_states(made, wanted)
             stored, files, shapes = [*stored, *made.stored], made.files, {**shapes, **made.shapes}
         return replace(layout, files=files, stored=stored, shapes=shapes)

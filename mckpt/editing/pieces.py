@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mckpt.errors import UsageError
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
@@ -50,6 +51,19 @@ def kinds_of(layout: Layout) -> dict[str, dict[str, str]]:
             own = found.setdefault(weight, {})
             own |= {kind: s.dtype} if at else {}
     return found
+
+
+def kinds_of_new(edit: str, layout: Layout) -> dict[str, str]:
+    """Returns the states that new weights get, as the norm at the end has them: kind -> dtype.
+    Raises UsageError, which names the edit, for an optimizer of which mckpt makes no new state.
+    """
+    kinds = kinds_of(layout)
+    if strange := {kind for own in kinds.values() for kind in own} - ADAM:
+        raise UsageError(
+            f"{edit}: new weights have no state of the optimizer of SRC"
+            f" ({', '.join(sorted(strange))}); give --no-optimizer"
+        )
+    return kinds["final_norm.weight"]
 
 
 def only(stored: Iterable[Stored], keep: Callable[[str], bool]) -> Iterator[Stored]:

@@ -8,6 +8,7 @@
 - prune: {experts: [0, 2-5]}      experts, ffn, heads or hidden, each a list or {layer: list}
 - graft: {from: BASE, take: mtp}   mtp, tower, head, embedding, layers.RANGES or a pattern
 - upcycle: {experts: 8, topk: 2}
+- hybrid: {pattern: M*-M*-}       M is a new Mamba-2
 
 Any of them may have the name of a JSON or YAML file with its parameters in their place.
 """
@@ -25,6 +26,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import Edit
 from mckpt.editing.grafting import Graft
 from mckpt.editing.heads import RepeatHeads, Tie, Untie
+from mckpt.editing.hybrid import Hybrid
 from mckpt.editing.layers import Layers
 from mckpt.editing.multi_token import MultiToken
 from mckpt.editing.pruning import Prune
@@ -130,5 +132,6 @@ EDITS: dict[str, type[Edit]] = {
     "graft": Graft,
     "mtp": MultiToken,
     "upcycle": Upcycle,
+    "hybrid": Hybrid,
     "prune": Prune,
 }

@@ -134,7 +134,7 @@ class Upcycle(Edit):
             **shared,
         }
 
-    def family(self, family: MappingFile, dims: Dims) -> MappingFile:
+    def family(self, family: MappingFile | None, dims: Dims) -> MappingFile:
         return _families(dims)[0]
 
     def _refuse(self, dims: Dims) -> None:

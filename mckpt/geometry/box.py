@@ -98,7 +98,7 @@ class Stored:
     # number of a piece -> the product that is added to it (values/adding.py), or the sum of which
     # it is a term (values/summing.py), as an array of [stored tensors, rows, WIDTH]
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
-    term: str = "product"  # "sum" or "mix": the kind of what `added` has
+    term: str = "product"  # "sum", "mix" or "draw": the kind of what `added` has
 
     def __post_init__(self) -> None:
         for name in ("layer", "expert", "file"):  # digests of plans need one dtype

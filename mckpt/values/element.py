@@ -8,6 +8,7 @@ elements takes its rules from here.
     of a weight with an adapter (`Product`)     plus the product, and rounded once to the target
     of several checkpoints (`Sum`)              times its coefficient, added to the others' values
     of a merge by another method (`Mix`)        by its formula
+    of a new tensor (`Draw`)                    drawn
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from mckpt.values.dtypes import NoValue, cast, has_infinity, numpy_dtype, pieces
 from mckpt.values.quantisation import VALUES, Grid, dequantise
 
 if TYPE_CHECKING:
+    from mckpt.values.drawing import Draw
     from mckpt.values.mixing import Mix
     from mckpt.values.summing import Sum
 
-PRODUCT, SUM, MIX = "product", "sum", "mix"
+PRODUCT, SUM, MIX, DRAW = "product", "sum", "mix", "draw"
 
 
 class Cast(NamedTuple):
@@ -32,7 +34,7 @@ class Cast(NamedTuple):
     source: str  # dtype
     target: str  # dtype
     offset: float = 0.0  # added to the value
-    term: str = ""  # PRODUCT, SUM or MIX: a part of each element is read from other places
+    term: str = ""  # PRODUCT, SUM, MIX or DRAW: each element is computed
 
     @property
     def same(self) -> bool:
@@ -57,16 +59,17 @@ class Place(NamedTuple):
 
 class Element(NamedTuple):
     """The computation of the elements of one copy: a cast, and either scales, by which the elements
-    are multiplied, a product, which is added to them, or a formula of several checkpoints.
+    are multiplied, a product, which is added to them, a formula of several checkpoints, or values
+    that are drawn.
     """
 
     cast: Cast
-    term: Grid | Product | Sum | Mix | None = None
+    term: Grid | Product | Sum | Mix | Draw | None = None
 
     @classmethod
     def of(cls, cast: Cast, table: np.ndarray) -> Element:
         """Returns the element whose term starts in the first row of a table (Joined.grids)."""
-        # those of several checkpoints are imported where they are used
+        # the terms of merges and edits are imported where they are used
         if cast.term == SUM:
             from mckpt.values.summing import Sum
 
@@ -75,6 +78,10 @@ class Element(NamedTuple):
             from mckpt.values.mixing import Mix
 
             return cls(cast, Mix.of(table))
+        if cast.term == DRAW:
+            from mckpt.values.drawing import Draw
+
+            return cls(cast, Draw.of(table))
         return cls(cast, Product.of(table) if cast.term else Grid(*table[0].tolist()))
 
     def fill(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from mckpt.lazy import numpy as np
 from mckpt.values.adding import CHUNK, FACTORS, WIDTH, Factor, Lengths, Read, lines
+from mckpt.values.drawing import GOLDEN, uniform
 from mckpt.values.dtypes import NoValue, numpy_dtype
 from mckpt.values.summing import add, shifted, within
 
@@ -435,15 +436,7 @@ def _drawn(of: Mix, number: int, index: np.ndarray) -> np.ndarray:
     """Returns a number of 0 .. 1 for each element: SplitMix64 of its index, with a start that
     depends on the seed, the tensor and the input.
     """
-    start = (of.key ^ of.seed * 0x9E3779B97F4A7C15 ^ (number + 1) * 0xD1B54A32D192ED03) % (1 << 64)
-    z = scrambled(index.astype("u8") * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start))
-    return (scrambled(z) >> np.uint64(11)) * 2.0**-53
-
-
-def scrambled(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return uniform(of.key ^ of.seed * GOLDEN ^ (number + 1) * 0xD1B54A32D192ED03, index)
 
 
 def _masked(

@@ -147,6 +147,7 @@ STEPS = {
     "mtp": "{add: 1}",
     "upcycle": "{experts: 4, topk: 2, granularity: 2}",
     "prune": "{ffn: 0-5}",
+    "hybrid": '{pattern: "M*-*-*-*-*-*-", mamba_num_groups: 2, mamba_num_heads: 4}',
 }
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import mckpt
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
-from mckpt.values import mixing
+from mckpt.values import drawing, mixing
 from tests.formats.test_merge import noisy
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
@@ -317,7 +317,7 @@ def test_dare_draws_by_seed_tensor_and_element(tmp_path: Path) -> None:
 def test_splitmix64_draws_the_published_numbers() -> None:
     """The numbers of the reference implementation in C for the state 1234567."""
     states = (1234567 + np.arange(1, 4, dtype="u8") * np.uint64(0x9E3779B97F4A7C15)).astype("u8")
-    assert mixing.scrambled(states).tolist() == [
+    assert drawing.scrambled(states).tolist() == [
         6457827717110365317,
         3203168211198807973,
         9817491932198370423,

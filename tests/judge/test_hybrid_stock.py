@@ -6,7 +6,8 @@ line, builds HybridModel with the names of Transformer Engine, and
 - stores every tensor and object under the names and shapes that mckpt wrote, at all sizes;
 - loads what mckpt wrote, computes transformers' logits, and saves what mckpt converts back bit for
   bit;
-- loads a checkpoint of GPTModel by its own translation, to the same weights as mckpt's.
+- loads a checkpoint of GPTModel by its own translation, to the same weights as mckpt's;
+- loads, computes and saves a hybrid that an edit made, with new Mamba-2 layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import pytest
 
 import mckpt
 from mckpt.geometry.parallel import Parallel
-from tests.helpers import tiny
+from tests.helpers import made_models, tiny
+from tests.helpers.commands import as_trained
 from tests.helpers.judging import LOGITS_ATOL, ask, record
 from tests.helpers.tiny import TinyModel
 from tests.judge.test_stock import (
@@ -167,3 +169,19 @@ def test_the_translation_of_the_stock_trainer_gives_the_same_weights(
     own = convert(gpt, work / f"{case}-resharded", parallel=TRANSLATED[case])
     flags = launch_line(own)
     assert weights(gpt, case, flags) == weights(own, case, flags)
+
+
+def test_new_mamba_layers_are_loaded_and_compute_what_transformers_does(work: Path) -> None:
+    """The edit makes of a GPT without a rotary embedding a model that transformers has too."""
+    plain = {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    made_models.write("arcee", work / "arcee", made_models.config("arcee") | plain)
+    unrotated = {"position_embedding_type": "none"}
+    gpt = as_trained(work / "arcee", work / "gpt", lambda args: args.update(unrotated), tp=2)
+    edit = ['hybrid: {pattern: "M*-M-*-*M*-M", mamba_head_dim: 16, mamba_num_groups: 4}']
+    hf, out = work / "nemotron", work / "hybrid"
+    mckpt.edit(gpt, hf, edit, format="hf")
+    mckpt.edit(gpt, out, edit, format="torch_dist", tp=2, pp=2)
+    tokens = made_models.tokens("arcee")
+    logits = through_the_trainer(hf, out, tokens, te=True, world=4)
+    reference = tiny.hf_logits(hf, tokens)
+    assert np.abs(logits - reference).max() < LOGITS_ATOL * np.abs(reference).max()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,3 +151,29 @@ def test_training_goes_on_after_an_edit(runs: list[Path], tmp_path: Path) -> Non
     for name in ("silent", "heads"):
         np.testing.assert_allclose(losses[name], losses["source"], rtol=1e-4, err_msg=name)
     assert abs(losses["others"] / losses["source"] - 1) > 1e-3, losses
+
+
+def test_a_hybrid_with_new_layers_is_trained_at_all_sizes(runs: list[Path], tmp_path: Path) -> None:
+    """megatron-core's HybridModel loads it with its optimizer, and new weights get gradients."""
+    if [int(n) for n in version("megatron-core").split(".")[:2]] < [0, 18]:
+        pytest.skip("megatron-core has HybridModel from 0.18 on")
+    sizes = "mamba_head_dim: 8, mamba_num_groups: 2, mamba_state_dim: 12"
+    edit, cases = [f'hybrid: {{pattern: "M*E*EM*E*EMM", {sizes}}}'], []
+    for name, given in {"one": {}, "many": {"tp": 2, "pp": 2}}.items():
+        how: dict[str, Any] = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, **given}
+        mckpt.edit(runs[0], tmp_path / name, edit, format="torch_dist", **how)
+        one = optimizer_samples.case(
+            name, tmp_path / name, tmp_path / "saved", given, {"resume": True}
+        )
+        cases.append({**one, "steps": 2})
+    assert not mckpt.diff(tmp_path / "one", tmp_path / "many")
+    losses = list[float]()
+    for name, result in judge(cases, tmp_path / "results").items():
+        assert not explain(result), explain(result)
+        losses += [step["loss"] for step in result["steps"]]
+        saved = mckpt.open(tmp_path / "saved" / name).with_optimizer()
+        moments = [n for n in saved if ".mamba." in n and n.endswith("@exp_avg")]
+        assert len(moments) == 16 * 4 and all(saved[n][:].numpy().any() for n in moments)
+    assert len(losses) == 2 and np.isfinite(losses).all()
+    # in bfloat16 a token may take other experts
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
