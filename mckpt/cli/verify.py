@@ -26,8 +26,17 @@ from mckpt.errors import UsageError
 @click.option(
     "--contract",
     is_flag=True,
-    help="MEGATRON is a checkpoint of any format that `mckpt edit` made of HF, which may be one of"
-    " Megatron: check that it keeps the contract of its edits.",
+    help="MEGATRON is a checkpoint of any format that `mckpt edit` or `mckpt merge` made of HF,"
+    " which may be one of Megatron: check that it keeps the contract of its edits or its merge.",
+)
+@click.option(
+    "--with",
+    "others",
+    multiple=True,
+    type=PATH,
+    metavar="SRC",
+    help="With --contract: another checkpoint of which a graft or a merge made MEGATRON. May be"
+    " given several times, in their order.",
 )
 @shared.run_options("the checkpoint's for torch files, else 1")
 @shared.of_source("iteration")
@@ -45,6 +54,7 @@ def verify(
     hf: Path,
     megatron: Path,
     contract: bool,
+    others: tuple[Path, ...],
     report: Path | None,
     card: Path | None,
     as_json: bool,
@@ -65,11 +75,13 @@ def verify(
     options["settings"] = shared.parse_settings(options)
     if contract and (report or card):
         raise UsageError("--contract: there is no --report and no --card of it; leave them out")
+    if others and not contract:
+        raise UsageError("--with: names what --contract needs; give --contract as well")
     start = time.perf_counter()
     with terminal.phases(as_json) as print_phase:
         if contract:
             stated = VerifyOptions.of({**options, "tell": print_phase})
-            verdict = contracts.verify(hf, megatron, stated)
+            verdict = contracts.verify(hf, megatron, stated, others)
         else:
             verdict = levels.verify(hf, megatron, tell=print_phase, **options)
     if report is not None:

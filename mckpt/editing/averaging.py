@@ -67,11 +67,11 @@ class Averaging(Addition):
 
     @cached_property
     def _layout(self) -> Layout:
-        return self._sum([self._read(one) for one in self.inputs])
+        return self._sum([self.read(one) for one in self.inputs])
 
     @cached_property
     def _with_states(self) -> Layout:
-        return self._sum([self._read(one, states=True) for one in self.inputs])
+        return self._sum([self.read(one, states=True) for one in self.inputs])
 
     def _sum(self, layouts: Sequence[Layout]) -> Layout:
         """Returns the sum of the layouts of the inputs."""
@@ -97,7 +97,7 @@ class Averaging(Addition):
                 {
                     "coefficient": coefficient.hex(),
                     "format": one.format,
-                    "layout": digest_of(self._read(one)),
+                    "layout": digest_of(self.read(one)),
                     **({} if iteration is None else {"iteration": iteration}),
                 }
             )
@@ -115,7 +115,7 @@ class Averaging(Addition):
             f" {listed}: fused multiply-adds in float32 in this order, rounded once"
         ]
 
-    def _read(self, one: Checkpoint, states: bool = False) -> Layout:
+    def read(self, one: Checkpoint, states: bool = False) -> Layout:
         """Returns the layout of what is summed of one input: its weights, or the master copies
         under their names; and the states.
         """

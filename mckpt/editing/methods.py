@@ -11,10 +11,11 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.averaging import Averaging, Matrix, Origin, Place, average, coefficients
+from mckpt.editing.pieces import refuse_changed
 from mckpt.errors import UsageError
 from mckpt.options import AverageOptions
 from mckpt.storage.manifest import Facts
@@ -272,6 +273,31 @@ def made(inputs: Sequence[Checkpoint], options: AverageOptions, base: int) -> Ch
         if getattr(options, name) != (None if name == "parameters" else "float32"):
             raise UsageError(f"--{name}: is of --method; give it as well")
     return average(inputs, coefficients(options, len(inputs)), base, options.summed)
+
+
+def again(inputs: Sequence[Checkpoint], facts: Mapping[str, Any], of: Checkpoint) -> Checkpoint:
+    """Returns the merge that the manifest of `of` describes. facts: its entry of the merge.
+
+    Raises UsageError for inputs that are not those of the entry.
+    """
+    listed, name = facts["inputs"], facts.get("method")
+    if len(listed) != len(inputs):
+        raise UsageError(
+            f"{of.path}: was made of {len(listed)} checkpoints, and {len(inputs)} are given; give"
+            " the others with --with"
+        )
+    if name is None:
+        found = [float.fromhex(one["coefficient"]) for one in listed]
+        out = average(inputs, found, 0, facts["of"])
+    else:
+        has_base = bool(METHODS[name].needs_base or (name == "nuslerp" and len(inputs) == 3))
+        each = [{n: v for n, v in one.items() if n in EACH} for one in listed[has_base:]]
+        how = Chosen(name, facts["parameters"], each, has_base, facts["arithmetic"])
+        out = merged(inputs, how, facts["of"] != "weights")
+    assert isinstance(out.merging, Averaging)
+    for one, known in zip(inputs, listed, strict=True):
+        refuse_changed(one.path, out.merging.read(one), known["layout"], of.path)
+    return out
 
 
 def merged(

@@ -190,6 +190,15 @@ def digest_of(layout: Layout) -> str:
     return headers.hexdigest()
 
 
+def refuse_changed(path: Path, layout: Layout, digest: str, result: Path) -> None:
+    """Raises UsageError for a checkpoint whose layout has another digest than a manifest has."""
+    if digest_of(layout) != digest:
+        raise UsageError(
+            f"{path}: is not a checkpoint of which {result} was made, or has changed since: its"
+            " tensors lie in other places"
+        )
+
+
 def scaled(s: Stored, factor: float) -> Stored:
     """Returns stored matrices with their values times a factor, a float32 (values/summing.py)."""
     term = Term(Factor(BASE, 0, 0, 0, 0), 0, float(np.float32(factor)), 0.0, 0, 0, 0, 0)

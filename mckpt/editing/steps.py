@@ -16,7 +16,7 @@ Any of them may have the name of a JSON or YAML file with its parameters in thei
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mckpt.editing.heads import RepeatHeads, Tie, Untie
 from mckpt.editing.hybrid import Hybrid
 from mckpt.editing.layers import Layers
 from mckpt.editing.multi_token import MultiToken
+from mckpt.editing.pieces import refuse_changed
 from mckpt.editing.pruning import Prune
 from mckpt.editing.upcycling import Upcycle
 from mckpt.editing.vocabulary import Vocabulary
@@ -96,10 +97,14 @@ def _parameters(given: Any) -> dict[str, Any]:
     return given or {}
 
 
-def again(data: Any, of: Checkpoint, dims: Dims) -> list[Edit]:
-    """Returns the edits that the manifest of a checkpoint has as data. dims: those of its source.
-    Raises UsageError if it has none, or some that need another checkpoint.
+def again(data: Any, of: Checkpoint, dims: Dims, others: Sequence[Checkpoint] = ()) -> list[Edit]:
+    """Returns the edits that the manifest of a checkpoint has as data.
+
+    dims: those of its source. others: the checkpoints from which edits take tensors, in order.
+    Raises UsageError if it has no edits, or if `others` are not those checkpoints.
     """
+    from mckpt.editing.stacking import Stack
+
     if not data:
         raise UsageError(
             f"{of.path}: its {MANIFEST} has no edits, so `mckpt edit` did not write it"
@@ -107,15 +112,30 @@ def again(data: Any, of: Checkpoint, dims: Dims) -> list[Edit]:
     kinds = {kind.__name__: kind for kind in Edit.__subclasses__()}
     found: list[Edit] = []
     for one in data:
-        ((name, fields),) = one.items() if isinstance(one, dict) else ((str(one), None),)
+        ((name, fields),) = one.items() if isinstance(one, dict) else ((str(one), {}),)
         try:
-            found.append(kinds[name].again(fields, dims))
+            digests = fields.get("digests") or [d for d in [fields.get("digest")] if d]
+            some, others = others[: len(digests)], others[len(digests) :]
+            if len(some) < len(digests):
+                raise UsageError(
+                    f"{of.path}: has tensors of another checkpoint; give it with --with"
+                )
+            for one, digest in zip(some, digests, strict=True):
+                refuse_changed(one.path, one.layout, digest, of.path)
+            if name == "Stack":
+                found.append(Stack.made([(m, layer) for m, layer in fields["order"]], some))
+            elif name == "Graft":
+                found.append(Graft(fields["take"], fields["digest"], some[0]))
+            else:
+                found.append(kinds[name].again(fields, dims))
         except (KeyError, TypeError, msgspec.ValidationError):
             raise UsageError(
                 f"{of.path}: its edit {name} cannot be done again from {MANIFEST} alone; run `mckpt"
                 " edit` again and compare the results with `mckpt diff`"
             ) from None
         dims = found[-1].dims(dims)
+    if others:
+        raise UsageError(f"--with {others[0].path}: the edits of {of.path} take nothing from it")
     return found
 
 

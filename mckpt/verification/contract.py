@@ -1,9 +1,10 @@
-"""The verdict on an edited checkpoint: does it keep the contract of its edits?
+"""The verdict on an edited or merged checkpoint: does it keep the contract of its edits?
 
-The manifest has the edits as data. They are done again while SRC is read, and every value of the
-result is compared with DST: what is kept, what is new, and the state of the optimizer. So a wrong
-row, a layer in another place and a moment that was not moved are found to the last bit. For edits
-that keep the logits, transformers also runs both models on the same tokens. For an edit of the
+The manifest has the edits as data, or the coefficients or the method of a merge. They are done
+again while the sources are read, and every value of the result is compared with DST: what is kept,
+what is new, and the state of the optimizer. So a wrong row, a layer in another place and a moment
+that was not moved are found to the last bit. Sums are computed by other code. For edits that keep
+the logits, transformers also runs both models on the same tokens. For an edit of the
 vocabulary these are kept ones, and so are the logits that are compared.
 """
 
@@ -21,22 +22,28 @@ import numpy as np
 from mckpt import formats, launching
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion import planning
-from mckpt.editing import steps
+from mckpt.editing import methods, steps
+from mckpt.editing.averaging import Averaging
 from mckpt.editing.edits import EXACT, Edit, Editing
 from mckpt.editing.vocabulary import Vocabulary
 from mckpt.errors import UsageError
 from mckpt.formats.hf_config import read_config
 from mckpt.options import TargetOptions, VerifyOptions
+from mckpt.verification import recomputing
 from mckpt.verification.measuring import NOISE, ROUNDING, SHARE
 from mckpt.verification.requirements import dims_apart
 from mckpt.verification.tokens import random_sequences, read_tokens, text_for
-from mckpt.verification.verdict import Verdict, compare_values, say_dim
+from mckpt.verification.verdict import Verdict, casts_between, compare_values, say_dim
 
 
-def verify(src: str | Path, dst: str | Path, options: VerifyOptions) -> Verdict:
-    """Returns whether `dst`, which `mckpt edit` wrote, keeps the contract of its edits of `src`.
+def verify(
+    src: str | Path, dst: str | Path, options: VerifyOptions, others: Sequence[Path] = ()
+) -> Verdict:
+    """Returns whether `dst`, which `mckpt edit` or `mckpt merge` wrote, keeps its contract.
 
-    level: "bytes" runs no model. Raises UsageError if the manifest of `dst` has no edits.
+    others: the checkpoints beside `src` of which it was made, in the order of the edits or of the
+        merge. level: "bytes" runs no model. Raises UsageError if the manifest of `dst` has neither
+        edits nor a merge, or if a checkpoint has changed.
     """
     given = ("tp", "pp", "vpp", "ep", "etp", "adapter", "image", "alpha")
     if wrong := [name for name in given if getattr(options, name)]:
@@ -45,33 +52,79 @@ def verify(src: str | Path, dst: str | Path, options: VerifyOptions) -> Verdict:
         raise UsageError("--contract: compares values and logits; give --level forward or bytes")
     source = Checkpoint.open(src, options.described.with_(iteration=None))
     right = Checkpoint.open(dst, options.described)
-    edits = steps.again(right.files.manifest.get("edits"), right, source.dims)
+    more = [Checkpoint.open(path, options.described.with_(iteration=None)) for path in others]
+    merge, edits = right.files.manifest.get("average"), list[Edit]()
+    if not merge:
+        edits = steps.again(right.files.manifest.get("edits"), right, source.dims, more)
     facts: dict[str, Any] = {"hf": str(source.path), "megatron": str(right.path), "notes": []}
     both = source.with_optimizer(), right.with_optimizer()
     if source.optimizer is None or right.optimizer is None:
         both = source, right
     if (source.optimizer is None) != (right.optimizer is None):
         facts["notes"].append("the state of the optimizer is not compared: one side has none")
-    options.tell("doing the edits again, and comparing all values")
-    left = replace(both[0], merging=Editing(tuple(edits), both[0]))
+    options.tell(f"doing the {'merge' if merge else 'edits'} again, and comparing all values")
+    if merge:
+        left, total = _merged(source, more, merge, right, options)
+        both = left, right.with_optimizer() if total.states else right
+        facts["notes"] = [f"merged, {note}" for note in total.notes]
+    else:
+        left = replace(both[0], merging=Editing(tuple(edits), both[0]))
     apart = dims_apart(left, both[1])
     values = compare_values(left, both[1])
     # the edits leave these values out on purpose, so they are not reported
     dropped = {*source.layout.dropped, *right.layout.dropped}
     found = values.difference
     found.dropped = [text for text in found.dropped if any(f": {key} (" in text for key in dropped)]
-    reasons = [*map(say_dim, apart), *values.reasons(left, both[1])]
+    reasons, missing = [*map(say_dim, apart)], list[str]()
+    if merge:
+        computed = recomputing.coefficients_of(total)
+        cast = casts_between(left, both[1])
+        if computed is not None or cast:  # `left` rounds to the dtype of the inputs
+            rounded = [change for change in found.changed if change.what == "values"]
+            found.changed = [change for change in found.changed if change.what != "values"]
+        if computed is not None:
+            wrong = list(recomputing.wrong_sums(total, computed, both[1]))
+            found.same += len(rounded) - len(wrong)
+            reasons += wrong
+            facts["notes"].append(
+                "the sums were computed again by other code than that of the merge"
+            )
+        elif cast:
+            missing = ["the values were not compared: the merge has another dtype than its inputs"]
+        else:
+            facts["notes"].append(
+                "the code of the merge computed the values again: they prove the inputs and the"
+                " bytes, and not the formula"
+            )
+    reasons += values.reasons(left, both[1])
     facts |= {"dims": apart, "values": found.json()}
     facts["notes"] += [f"edited, {edit.contract}: {edit.words}" for edit in edits]
-    others = [edit for edit in edits if not isinstance(edit, Vocabulary)]
-    if options.level != "bytes" and not reasons:
-        if all(edit.contract == EXACT for edit in others):
+    if options.level != "bytes" and edits and not reasons:
+        if all(edit.contract == EXACT for edit in edits if not isinstance(edit, Vocabulary)):
             reasons += _logits_apart(source, right, edits, options, facts["notes"])
         else:
             facts["notes"].append("the logits are not compared: the edits do not keep them")
-    missing = values.not_compared(left, both[1])
+    missing += values.not_compared(left, both[1])
     verdict = "fail" if reasons else "incomplete" if missing else "pass"
     return Verdict(verdict, [*reasons, *missing], facts)
+
+
+def _merged(
+    source: Checkpoint,
+    others: Sequence[Checkpoint],
+    merge: dict[str, Any],
+    right: Checkpoint,
+    options: VerifyOptions,
+) -> tuple[Checkpoint, Averaging]:
+    """Returns the merge that an entry of the manifest of `right` describes."""
+    inputs = [source, *others]
+    iterations = [one.get("iteration") for one in merge["inputs"]]
+    if not others and None not in iterations:  # of one run
+        root = source.files.root
+        inputs = [Checkpoint.open(root, options.described.with_(iteration=n)) for n in iterations]
+    left = methods.again(inputs, merge, right)
+    assert isinstance(left.merging, Averaging)
+    return left.with_optimizer() if left.merging.states else left, left.merging
 
 
 def _logits_apart(

@@ -35,15 +35,29 @@ COMMANDS = {
     "--workers 2": "hf-to-megatron HF DST --workers 2",
     "--quantize fp8": "megatron-to-hf MEGATRON DST --quantize fp8",
     "adapter merge": "adapter merge HF ADAPTER DST --tp 2 --format torch_dist",
+    "merge": "merge HF MEGATRON DST --weights 0.25,0.5 --tp 2",
+    "merge ties": "merge HF MEGATRON HF DST --method ties --parameters density=0.5",
+    "edit": "edit HF DST --recipe EDITS --tp 2",
+    "graft": "edit OPTIMIZER DST --recipe GRAFT --target-tp 1",
+    "passthrough": "merge --recipe LAYERS DST",
     "to S3": "hf-to-megatron HF s3://b/out --tp 2",
     "from S3": "megatron-to-hf s3://b/megatron DST",
     "--watch": "megatron-to-hf RUN DST/{iteration} --watch --until 20 --interval 0.05s",
     "a job file": "run JOB",
 }
-JOB = """steps:
+FILES = {
+    "JOB": """steps:
   - {command: hf-to-megatron, src: HF, dst: DST/megatron, tp: 2}
   - {command: megatron-to-hf, src: MEGATRON, dst: DST/hf}
-"""
+""",
+    "EDITS": "[layers: {silent_after: 1}, vocab: {size: 300, init: normal}, kv_heads: {mean: 2}]",
+    "GRAFT": "- graft: {from: OPTIMIZER, take: layers.0}",
+    "LAYERS": """merge_method: passthrough
+slices:
+  - sources: [{model: HF, layer_range: [0, 3]}]
+  - sources: [{model: MEGATRON, layer_range: [1, 4]}]
+""",
+}
 Tree = dict[str, bytes]  # of the files below a directory, by relative name
 
 
@@ -83,8 +97,11 @@ class Place:
             unpack(f"optimizer/{form}", sources / name)
         for path in sources.iterdir():
             made.names[path.name.upper()] = str(path)
-        made.names |= {"DST": str(made.out), "JOB": str(sources / "job.yaml")}
-        (sources / "job.yaml").write_text(made.filled(JOB))
+        made.names |= {"DST": str(made.out)}
+        for name, text in FILES.items():
+            path = sources / f"{name}.yaml"
+            path.write_text(made.filled(text))
+            made.names[name] = str(path)
         if with_store:
             made.server = Server(folder / "store")
             for name in ("hf", "megatron"):

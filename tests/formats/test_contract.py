@@ -8,12 +8,15 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt.editing import layers, steps, vocabulary
+from mckpt.values import summing
 from tests.formats.test_edit import Tensors, written
+from tests.formats.test_merge import noisy
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as run
@@ -131,10 +134,112 @@ def test_a_checkpoint_without_a_contract_is_refused(tmp_path: Path) -> None:
     args = ("verify", SOURCE, tmp_path / "dist", "--contract")
     refused(2, "has no edits, so `mckpt edit` did not write it", args=args)
     refused(2, "--tp has no effect", args=(*args, "--tp", 2))
-    graft = f"- graft: {{{{from: {SOURCE}, take: head}}}}\n"
-    out = edited(tmp_path, graft)
-    words = "its edit Graft cannot be done again"
-    refused(2, words, args=("verify", SOURCE, out, "--contract", "--level", "bytes"))
+
+
+def flipped(path: Path, name: str) -> None:
+    tensors = {key: tensor.copy() for key, tensor in load_file(path).items()}
+    tensors[name].view("u1").reshape(-1)[0] ^= 1
+    save_file(tensors, path, {"format": "pt"})
+
+
+def exchanged(path: Path, name: str) -> None:
+    tensors = {key: tensor.copy() for key, tensor in load_file(path).items()}
+    swapped(tensors, "layers.1.mlp.gate", "layers.1.mlp.up")
+    save_file(tensors, path, {"format": "pt"})
+
+
+TAKEN, KEPT = "model.layers.1.mlp.gate_proj.weight", "model.layers.2.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(("fault", "name"), [(flipped, TAKEN), (flipped, KEPT), (exchanged, TAKEN)])
+def test_a_wrong_value_of_a_graft_is_found(
+    fault: Callable[[Path, str], None], name: str, tmp_path: Path
+) -> None:
+    one, two = (noisy(SOURCE, tmp_path / f"{seed}", seed) for seed in (1, 2))
+    other = tmp_path / "other"
+    mckpt.convert(one, other, tp=2)
+    out = edited(tmp_path, f"- graft: {{{{from: {other}, take: layers.0-1}}}}\n")
+    args = ("verify", SOURCE, out, "--contract", "--level", "bytes")
+    said = good(*args, "--with", other)
+    assert "47 logical tensors are equal" in said.out
+    refused(2, "give it with --with", args=args)
+    refused(2, "take nothing from it", args=(*args, "--with", other, "--with", two))
+    refused(2, "or has changed since", args=(*args, "--with", two))
+    fault(out / "model.safetensors", name)
+    said = run(*args, "--with", other)
+    logical = name.removeprefix("model.").replace("_proj", "")
+    assert said.code == 1 and f"{logical}: " in said.out, said.out
+    assert ("1 element differs" in said.out) is (fault is flipped)
+
+
+MERGES = {
+    "sum": ("--weights", "0.3,0.6,-0.1"),
+    "average": (),
+    "linear": ("--method", "linear", "--weights", "1,2,4"),
+    "ties": ("--method", "ties", "--parameters", "density=0.5"),
+    "slerp": ("--method", "nuslerp", "--weights", "1,2"),
+}
+
+
+@pytest.mark.parametrize("method", MERGES)
+def test_a_wrong_value_of_a_merge_is_found(method: str, tmp_path: Path) -> None:
+    others = [noisy(SOURCE, tmp_path / f"{seed}", seed) for seed in (1, 2)]
+    mckpt.convert(others[0], tmp_path / "dist", tp=2)
+    others[0] = tmp_path / "dist"
+    out, with_ = tmp_path / "out", [word for one in others for word in ("--with", one)]
+    good("merge", SOURCE, *others, out, *MERGES[method])
+    args = ("verify", SOURCE, out, "--contract")
+    words = good(*args, *with_).out
+    exact = method in ("sum", "average", "linear")
+    assert ("computed again by other code" in words) is exact
+    assert ("not the formula" in words) is not exact
+    refused(2, "was made of 3 checkpoints, and 2 are given", args=(*args, *with_[:2]))
+    refused(2, "or has changed since", args=(*args, *with_[2:], *with_[:2]))
+    for fault in (flipped, exchanged):
+        good("merge", SOURCE, *others, out, *MERGES[method], "--overwrite")
+        fault(out / "model.safetensors", TAKEN)
+        said = run(*args, *with_)
+        assert said.code == 1 and "layers.1.mlp.gate.weight: " in said.out, said.out
+        assert ("gate.weight: is not the sum" in said.out) is exact
+    good("merge", SOURCE, *others, out, *MERGES[method], "--overwrite")
+    manifest = json.loads((out / "mckpt.json").read_text())
+    for one in manifest["average"]["inputs"][1:]:
+        if "coefficient" in one:
+            one["coefficient"] = (float.fromhex(one["coefficient"]) + 2**-10).hex()
+        one["weight"] = one.get("weight", 1) * 1.01 + 0.01 * (
+            one is manifest["average"]["inputs"][1]
+        )
+    (out / "mckpt.json").write_text(json.dumps(manifest))
+    said = run(*args, *with_)
+    assert said.code == 1 and "layers.1.mlp.gate.weight: " in said.out, said.out
+
+
+def test_the_merge_of_a_run_and_its_masters_is_verified(tmp_path: Path) -> None:
+    source = tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "source")
+    for summed in ("weights", "masters", "states"):
+        good("merge", source, source, tmp_path / summed, "--weights", "0.3,0.6", "--from", summed)
+        args = ("verify", source, tmp_path / summed, "--contract", "--with", source)
+        assert "computed again by other code" in good(*args).out
+
+
+def test_a_sum_that_the_code_of_the_merge_computes_wrong_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, real = noisy(SOURCE, tmp_path / "1", 1), summing.total_of
+
+    def wrong(values: np.ndarray, coefficients: list[float]) -> np.ndarray:
+        return np.nextafter(real(values, coefficients), np.float32(np.inf))
+
+    good("merge", SOURCE, other, tmp_path / "right", "--weights", "0.3,0.6", "--dtype", "fp32")
+    args = ("--contract", "--with", other)
+    good("verify", SOURCE, tmp_path / "right", *args)
+    good("merge", SOURCE, other, tmp_path / "slerp", "--method", "nuslerp", "--dtype", "fp32")
+    said = run("verify", SOURCE, tmp_path / "slerp", *args)
+    assert said.code == 1 and "INCOMPLETE" in said.out and "another dtype" in said.out, said.out
+    monkeypatch.setattr(summing, "total_of", wrong)
+    good("merge", SOURCE, other, tmp_path / "wrong", "--weights", "0.3,0.6", "--dtype", "fp32")
+    said = run("verify", SOURCE, tmp_path / "wrong", *args)
+    assert said.code == 1 and "embed.weight: is not the sum" in said.out, said.out
 
 
 STEPS = {

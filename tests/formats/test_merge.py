@@ -180,6 +180,8 @@ def test_the_iterations_of_a_run_are_chosen_and_weighted(tmp_path: Path) -> None
     averaged = out.files.manifest["average"]
     assert [one["iteration"] for one in averaged["inputs"]] == [200, 300, 400]
     assert [float.fromhex(one["coefficient"]) for one in averaged["inputs"]] == coefficients
+    verdict = command("verify", run, tmp_path / "out", "--contract")
+    assert verdict.code == 0 and "computed again by other code" in verdict.out, verdict.out
     # the same command again finds its output; other coefficients are refused
     again = command("merge", run, tmp_path / "out", "--schedule", "minus-sqrt", "--start", "150")
     assert again.code == 0 and "already" in again.out + again.err
