@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 BAND = 1024  # rows that torch quantises at a time; a multiple of each block
+WARPS = 16  # of a program
 TILE = 2048  # elements, at least, of a program of the kernel
 
 
@@ -68,7 +69,8 @@ def _in_one_kernel(
     sizes = rows, columns, matrices.stride(0), down, along, tiles
     powers = scales.element_size() == 1
     given = matrices, codes, scales, bad, *sizes, float(LARGEST), *block, several, powers
-    quantise[(count * down * tiles,)](*given)
+    # with fewer warps the values of a block of 128 x 128 do not fit into registers
+    quantise[(count * down * tiles,)](*given, num_warps=WARPS)
 
 
 def _by_bands(

@@ -1,8 +1,9 @@
 """Writes a live model as a checkpoint of any format: each rank writes its own elements.
 
-Each rank copies its weights to the memory of the host, as one file without a name. From then on the
-model may change. The copies of a conversion move from that file into the files of the new
-checkpoint, which all ranks write together; rank 0 publishes it when it is complete.
+Each rank copies its weights to the memory of the host, as one file without a name: portion after
+portion, or all at once in the background, after which the model may change. The copies of a
+conversion move from that file into the files of the new checkpoint, which all ranks write together;
+rank 0 publishes it when it is complete.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from mckpt.execute.files import lay_out
 from mckpt.execute.piecewise import Batches
 from mckpt.execute.ranks import Ranks
 from mckpt.live.adapters import chosen, without_values
-from mckpt.live.memory import Memory
+from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import Described, adapter_of, collected, ranks_of, release, stated
 from mckpt.live.optimizer import LiveOptimizer, apart
 from mckpt.live.settings import refuse_other_settings
@@ -42,6 +43,9 @@ from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.options import SaveOptions, TargetOptions
 from mckpt.storage import sparse_copy
+
+if TYPE_CHECKING:
+    import torch
 
 PIECE = 16 << 20  # bytes that a thread copies to the host at a time
 
@@ -71,7 +75,8 @@ def save(
         with the products of the adapters added, "none" without them, and "only" writes the adapter
         as a directory of PEFT, with format "hf".
     threads: of each rank; 0 means one for each core that it has. max_memory: bytes of the buffers
-        of one rank, beside the copy.
+        of one rank. Beside them the host holds two portions of the weights, each of as many bytes
+        or of one weight; with `background` it holds a copy of all.
 
     The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
     Without sizes it has those of the model.
@@ -115,7 +120,7 @@ def save(
         if adapter == "merged"
         else own_result(lambda: chosen(model, adapter).model)
     )
-    copy = own_result(lambda: _file(memory, model))
+    copy = own_result(lambda: _HostCopy(memory, model, how))
     options["format"] = format
 
     def planned() -> Plan:
@@ -123,8 +128,9 @@ def save(
         return _planned(wanted, dst, options)
 
     plan = own_result(planned)
-    own_result(lambda: _copy(memory, copy, how.threads or Ranks.of_environment().cores))
+    own_result(lambda: _ready(memory))
     if background:
+        own_result(copy.fill)
         pool = ThreadPoolExecutor(1, "mckpt-live")
         found = pool.submit(_write, plan, how, copy, _group())
         pool.shutdown(wait=False)
@@ -206,65 +212,113 @@ def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Pla
     return plan
 
 
-def _file(memory: Memory, model: Checkpoint) -> BinaryIO:
-    """Returns a file in memory for the weights of this rank. Gives the files of all ranks the names
-    and the sizes that a plan looks at.
+class _HostCopy:
+    """The weights of this rank in a file in the memory of the host: all, or a portion after the
+    other, of which two are there at a time.
     """
-    ranks, (rank, _) = ranks_of(model), rank_and_world()
-    file = open(os.memfd_create("mckpt-live"), "r+b")  # noqa: SIM115
-    file.truncate(max(memory.nbytes, 1))
-    for number, path in enumerate(ranks.paths):
-        if ranks.rank_of(number) == rank:
-            os.symlink(f"/proc/{os.getpid()}/fd/{file.fileno()}", path)
-        else:
-            with open(path, "wb") as other:
-                other.truncate(ranks.sizes[ranks.rank_of(number)])
-    return file
+
+    def __init__(self, memory: Memory, model: Checkpoint, how: RunSettings) -> None:
+        """Gives the files of all ranks the names and the sizes that a plan looks at."""
+        ranks, (rank, _) = ranks_of(model), rank_and_world()
+        self.memory, self.most = memory, how.max_memory
+        self.threads = how.threads or Ranks.of_environment().cores
+        self.whole = False
+        self.file = open(os.memfd_create("mckpt-live"), "r+b")  # noqa: SIM115
+        self.file.truncate(max(memory.nbytes, 1))
+        self.mapped = mmap.mmap(self.file.fileno(), 0)
+        for number, path in enumerate(ranks.paths):
+            if ranks.rank_of(number) == rank:
+                os.symlink(f"/proc/{os.getpid()}/fd/{self.file.fileno()}", path)
+            else:
+                with open(path, "wb") as other:
+                    other.truncate(ranks.sizes[ranks.rank_of(number)])
+
+    def close(self) -> None:
+        self.mapped.close()
+        self.file.close()
+
+    def fill(self) -> None:
+        """Copies all weights."""
+        self._fill(self.memory.weights)
+        self.whole = True
+
+    def portions(self) -> Iterator[tuple[int, int]]:
+        """Yields bounds of places (`live.memory`), between which all weights are in the file until
+        the next ones are asked for. The weights of these are copied meanwhile.
+        """
+        if self.whole:
+            yield 0, self.memory.nbytes
+            return
+        listed = list(self._split())
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self._fill, listed[0])
+            for portion, after in zip(listed, [*listed[1:], []], strict=True):
+                ahead.result()
+                ahead = pool.submit(self._fill, after)
+                first, end = portion[0].at, portion[-1].at + portion[-1].nbytes
+                yield first, end
+                low = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+                high = end // mmap.PAGESIZE * mmap.PAGESIZE
+                if low < high:
+                    self.mapped.madvise(mmap.MADV_REMOVE, low, high - low)
+
+    def _split(self) -> Iterator[list[Weight]]:
+        """Yields weights that follow each other: at most `most` bytes, or one."""
+        portion: list[Weight] = []
+        for weight in self.memory.weights:
+            if portion and weight.at + weight.nbytes - portion[0].at > self.most:
+                yield portion
+                portion = []
+            portion.append(weight)
+        yield portion
+
+    def _fill(self, weights: Sequence[Weight]) -> None:
+        """Copies some weights, in several threads: the system makes the memory of the file page by
+        page, which takes longer than copies from a device.
+        """
+        import torch
+
+        held, device = threading.local(), self.memory.device
+        whole = torch.frombuffer(self.mapped, dtype=torch.uint8)
+
+        def copy(part: tuple[torch.Tensor, torch.Tensor]) -> None:
+            source, target = part
+            if device.type != "cuda":
+                target.copy_(source)
+                return
+            if not hasattr(held, "stream"):
+                held.stream = torch.cuda.Stream(device)
+                held.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+            pinned = held.pinned[: len(source)]
+            with torch.cuda.stream(held.stream):
+                pinned.copy_(source, non_blocking=True)
+            held.stream.synchronize()
+            target.copy_(pinned)
+
+        targets = (whole[w.at : w.at + w.nbytes].split(PIECE) for w in weights)
+        sources = (weight.bytes().split(PIECE) for weight in weights)
+        with ThreadPoolExecutor(self.threads) as pool:
+            for _ in pool.map(copy, zip(chain(*sources), chain(*targets), strict=True)):
+                pass
 
 
-def _copy(memory: Memory, file: BinaryIO, threads: int) -> None:
-    """Copies the weights of this rank into its file. Several threads do it, because the system
-    makes the memory of the file page by page, which takes longer than copies from a device.
-    """
+def _ready(memory: Memory) -> None:
+    """Waits until the weights have their values: other streams copy them."""
     import torch
 
-    held, device = threading.local(), memory.device
-    cuda = device.type == "cuda"
-    after = torch.cuda.current_stream(device) if cuda else None
-
-    def copy(part: tuple[torch.Tensor, torch.Tensor]) -> None:
-        source, target = part
-        if not cuda:
-            target.copy_(source)
-            return
-        if not hasattr(held, "stream"):
-            held.stream = torch.cuda.Stream(device)
-            held.stream.wait_stream(after)
-            held.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-        pinned = held.pinned[: len(source)]
-        with torch.cuda.stream(held.stream):
-            pinned.copy_(source, non_blocking=True)
-        held.stream.synchronize()
-        target.copy_(pinned)
-
-    with mmap.mmap(file.fileno(), 0) as mapped, ThreadPoolExecutor(threads) as pool:
-        whole = torch.frombuffer(mapped, dtype=torch.uint8)
-        targets = (whole[w.at : w.at + w.nbytes].split(PIECE) for w in memory.weights)
-        sources = (weight.bytes().split(PIECE) for weight in memory.weights)
-        for _ in pool.map(copy, zip(chain(*sources), chain(*targets), strict=True)):
-            pass
-        del whole, targets, sources
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize(memory.device)
 
 
-def _write(plan: Plan, how: RunSettings, copy: BinaryIO, group: Any) -> dict[str, Any]:
+def _write(plan: Plan, how: RunSettings, copy: _HostCopy, group: Any) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: the file with this rank's weights, which is closed at the end. group: through which the
+    copy: this rank's weights, which is closed at the end. group: through which the
     ranks speak, and which is ended too; None is the default group.
     """
     rank, _ = rank_and_world()
     try:
-        write = partial(_moved, plan, how, group)
+        write = partial(_moved, plan, how, copy, group)
         publisher: Once | None = None
         with ExitStack() as stack:
 
@@ -291,7 +345,7 @@ def _write(plan: Plan, how: RunSettings, copy: BinaryIO, group: Any) -> dict[str
             dist.destroy_process_group(group)
 
 
-def _moved(plan: Plan, how: RunSettings, group: Any, data: Path) -> list[str]:
+def _moved(plan: Plan, how: RunSettings, copy: _HostCopy, group: Any, data: Path) -> list[str]:
     """Writes this rank's elements into the files of the plan, and completes every `world`-th file.
     Returns the checksums of all files.
     """
@@ -300,11 +354,15 @@ def _moved(plan: Plan, how: RunSettings, group: Any, data: Path) -> list[str]:
     # rank 0 copies the tensors that are carried from files
     numbers = range(len(plan.transfer.sources))
     holders = [ranks.rank_of(file) if file < len(ranks.files) else 0 for file in numbers]
-    mine = np.array(holders, "i4")[copies["src_file"]] == rank
+    copies = copies[np.array(holders, "i4")[copies["src_file"]] == rank]
+    carried = copies["src_file"] >= len(ranks.files)
+    places = np.where(carried, 0, copies["src_at"])
     batches = Batches(plan.transfer, data, how.copying())
 
     def move() -> list[list[Range]]:
-        batches.do(copies[mine], lambda: None)
+        for first, end in copy.portions():
+            inside = (places >= first) & (places < end)
+            batches.do(copies[inside], lambda: None)
         batches.sync()
         return batches.ranges
 
