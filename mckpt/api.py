@@ -28,6 +28,7 @@ from mckpt.options import (
     AdapterOptions,
     AverageOptions,
     CompareOptions,
+    DeltaOptions,
     PlaceOptions,
     PushOptions,
     SourceOptions,
@@ -426,6 +427,48 @@ def adapter_to_hf(
     target = TargetOptions(format=formats.HUGGING_FACE)
     given = {**options, "overwrite": overwrite}
     return _write(source, dst, target, given, forms.form_peft)
+
+
+def delta(
+    old: Source,
+    new: Source,
+    folder: str | Path,
+    *,
+    encoding: Literal["xor", "overwrite"] = "xor",
+    digest: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128",
+    **run: Any,
+) -> dict[str, Any]:
+    """Writes what changed between two checkpoints of any formats, as the next version in a
+    directory of deltas (docs/deltas.md), and returns the content of its mckpt.json.
+
+    run: max_memory, threads, resume, progress and cancel, as for `Plan.run`. Raises SourceError if
+    they do not have the same tensors, or if `old` is not what the last version makes.
+    """
+    from mckpt.conversion import deltas
+
+    how = DeltaOptions(encoding, digest)
+    return deltas.make(_opened(old), _opened(new), Path(folder), how, _settings(run))
+
+
+def apply_delta(
+    base: Source,
+    folder: str | Path,
+    dst: str | Path,
+    *,
+    until: int | None = None,
+    overwrite: bool = False,
+    **run: Any,
+) -> dict[str, Any]:
+    """Writes the Hugging Face directory that a checkpoint becomes by the deltas in a directory, and
+    returns the content of mckpt.json.
+
+    until: the last version to apply. run: as for `delta`, and checksum. Raises SourceError for a
+    delta that is damaged or does not build on the checkpoint.
+    """
+    from mckpt.conversion import deltas
+
+    settings = _settings(run)
+    return deltas.apply(_opened(base), Path(folder), Path(dst), until, settings, overwrite)
 
 
 def diff(

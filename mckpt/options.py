@@ -662,6 +662,19 @@ class PushOptions(Table, frozen=True):
     dry_run: bool = PLAIN("Print what would be uploaded; send nothing.", False)
 
 
+class DeltaOptions(Table, frozen=True):
+    """The form of a delta between two checkpoints."""
+
+    encoding: Literal["xor", "overwrite"] = PLAIN(
+        "xor: the new bytes XOR the old ones, which is smaller. overwrite: positions and new bytes,"
+        " which may be applied twice.",
+        "xor",
+    )
+    digest: Literal["xxh3-128", "blake3", "adler32"] = PLAIN(
+        "Digest of each tensor, which whoever applies the delta compares.", "xxh3-128"
+    )
+
+
 class LoadOptions(Table, frozen=True):
     """The options of filling a live model."""
 
@@ -787,7 +800,7 @@ SIZES = tuple(options_of(SizeOptions))
 TABLES = (SizeOptions, TargetOptions, PlaceOptions, RunOptions, SourceOptions)
 _MORE = (
     *(LoadOptions, SaveOptions, SyncOptions, CompareOptions, PushOptions),
-    *(VerifyOptions, AdapterOptions),
+    *(VerifyOptions, AdapterOptions, DeltaOptions),
 )
 
 

@@ -34,8 +34,15 @@ def inspect(path: Path, flags: bool, html: Path | None, as_json: bool, **options
 
     That is the format, the model, the parallel sizes and the tensors of the checkpoint.
     """
-    from mckpt.formats import places
+    from mckpt.formats import foreign, places
 
+    if foreign.has_deltas(path):
+        from mckpt.conversion import deltas
+
+        found = [one.shown() for one in deltas.versions(path)]
+        text = [", ".join(f"{k} {v}" for k, v in one.items()) for one in found]
+        echo(*([json.dumps({"format": "delta", "versions": found})] if as_json else text))
+        return
     if flags and html:
         raise UsageError("--megatron-args and --html: give one of them")
     with places.streamed(path) as directory:

@@ -36,6 +36,8 @@ COMMANDS = {
     "repair": Summary("convert.repair", "Make a training checkpoint loadable at any sizes."),
     "edit": Summary("edit.edit", "Write a checkpoint of another shape."),
     "merge": Summary("merge.merge", "Merge several checkpoints of one model."),
+    "delta": Summary("delta.delta", "Write what changed between two checkpoints."),
+    "apply": Summary("delta.apply", "Apply deltas to a checkpoint."),
     "adapter": Summary("adapter.adapter", "Merge, convert or inspect an adapter (LoRA)."),
     "plan": Summary("convert.plan", "Print the plan of a conversion; write nothing."),
     "inspect": Summary("inspect.inspect", "Print what a directory contains."),
@@ -148,6 +150,8 @@ def _interrupted(error: BaseException) -> int:
         "megatron-to-hf",
         "reshard",
         "repair",
+        "delta",
+        "apply",
         "run",
     } & set(sys.argv[1:2])
     cure = "; the same command continues where it stopped" if resumable else ""

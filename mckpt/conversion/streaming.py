@@ -94,7 +94,7 @@ class HfTensor(LazyTensor):
         out = np.empty(self.nbytes, "u1") if buffer is None else buffer.view("u1")[: self.nbytes]
         if len(out):
             width = self._row.nbytes // (self._row.shape[0] if self._row.shape else 1)
-            self._of._fill(self.name, self._rows.start * width, out.data)
+            self._of.fill(self.name, self._rows.start * width, out.data)
         return out
 
 
@@ -118,6 +118,11 @@ class HfTensors(Mapping[str, HfTensor]):
             for row, at in tensors_of(output)
         }
 
+    @property
+    def rows(self) -> dict[str, Row]:
+        """Returns the name, dtype and shape of each tensor."""
+        return {name: row for name, (row, _, _) in self._rows.items()}
+
     @cached_property
     def _joined(self) -> tuple[Joined, np.ndarray, np.ndarray]:
         """The copies that fill all tensors, these copies in the order of the target, and the places
@@ -128,7 +133,7 @@ class HfTensors(Mapping[str, HfTensor]):
         order = np.argsort(at)
         return joined, joined.copies[order], at[order]
 
-    def _fill(self, name: str, skipped: int, out: memoryview) -> None:
+    def fill(self, name: str, skipped: int, out: memoryview) -> None:
         """Reads into `out` the bytes of a tensor behind its first `skipped` bytes."""
         row, file, at = self._rows[name]
         joined, copies, starts = self._joined

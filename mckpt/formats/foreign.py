@@ -8,6 +8,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from mckpt.lazy import pattern
@@ -85,6 +86,10 @@ _VERL = (
     " DIR/global_step_N/actor, with model_world_size_*_rank_*.pt of a run with FSDP, or dist_ckpt of"
     " one with Megatron (use_dist_checkpointing)"
 )
+_DELTAS = (
+    "deltas of weights: `mckpt apply BASE DIR OUT` applies them, and `mckpt inspect` lists them"
+)
+_VERSION = pattern(r"weight_v(\d+)")
 # Patterns of file names -> the description of a directory that has files for all of them
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -103,6 +108,7 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("global_step_[0-9]*",), _VERL),
     (("actor",), _VERL),
     (("step-[0-9]*",), TORCHTITAN),
+    (("weight_v[0-9]*",), f"a directory of {_DELTAS}"),
 )
 
 
@@ -151,6 +157,26 @@ def advice(names: Iterable[str]) -> str:
     return next((cure for pattern, cure in _NAMES if re.search(pattern, text, re.MULTILINE)), "")
 
 
+def number_of_version(path: Path) -> int:
+    """Returns the number in a name weight_vNNNNNN, as slime and miles publish; 0 for another."""
+    found = _VERSION.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
+def is_delta(path: Path) -> bool:
+    """Returns whether a directory is a delta of weights, and no checkpoint."""
+    index = path / "model.safetensors.index.json"
+    if index.exists() and not (path / "config.json").exists():
+        with suppress(OSError):
+            return b'"delta_encoding"' in index.read_bytes()
+    return False
+
+
+def has_deltas(path: Path) -> bool:
+    """Returns whether a directory is a delta, or has some."""
+    return any(map(is_delta, (path, *path.glob("weight_v*"))))
+
+
 def program_of(path: Path) -> str | None:
     """Returns a sentence on a file or directory of another program that mckpt does not read, with
     what to do; None if it is not known.
@@ -164,4 +190,6 @@ def program_of(path: Path) -> str | None:
         ),
         None,
     )
+    if found is None and is_delta(path):
+        found = f"one of the {_DELTAS}"
     return found and f"{path}: is {found}."

@@ -15,7 +15,7 @@ from typing import Any
 from mckpt.containers import torch_spans
 from mckpt.containers.entries import Span
 from mckpt.errors import SourceError, UsageError
-from mckpt.formats import carried
+from mckpt.formats import carried, foreign
 from mckpt.formats.base import (
     Format,
     LayoutRequest,
@@ -47,6 +47,8 @@ INSTANCE = 40  # bits of a layer and an expert
 
 def detect(path: Path) -> bool:
     """Returns whether a directory looks like a Hugging Face checkpoint."""
+    if foreign.is_delta(path):
+        return False
     return any((path / name).exists() for name in (*INDEX.values(), *SINGLE.values())) or (
         (path / CONFIG).exists() and any(map(carried.is_weights, path.glob("*.safetensors")))
     )

@@ -64,6 +64,7 @@ class Facts(TypedDict, total=False):
     tower_keys: list[str]
     adapter: dict[str, Any]
     average: dict[str, Any]
+    delta: dict[str, Any]  # of a version of weights, and of what is made by one
     edits: list[Any]  # texts in those of older versions
     optimizer: dict[str, Any]
     left_behind: list[str]

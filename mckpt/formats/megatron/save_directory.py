@@ -164,6 +164,8 @@ class Tracker:
 
     def moves_to(self, name: str) -> bool:
         """Returns whether it will name this checkpoint once the checkpoint is in place."""
+        if not is_iteration_name(name):  # a delta of weights
+            return False
         if self.update or not self.path.exists():
             return True
         now, iteration = self.content(), iteration_of(name)
