@@ -309,7 +309,7 @@ def test_an_output_layer_that_equals_the_embedding_is_tied(tmp_path: Path) -> No
     refused(2, "tie: 2 of 197 rows", args=("edit", untied, tmp_path / "no", "--recipe", recipe))
 
 
-def test_a_model_that_is_tied_keeps_the_states_of_its_embedding(tmp_path: Path) -> None:
+def test_states_of_the_embedding_follow_when_it_is_tied_and_untied(tmp_path: Path) -> None:
     source, plain = (
         tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "a"),
         tmp_path / "b",
@@ -327,6 +327,12 @@ def test_a_model_that_is_tied_keeps_the_states_of_its_embedding(tmp_path: Path) 
     for name in after:
         assert after[name][:].numpy().tobytes() == before[name][:].numpy().tobytes(), name
     assert mckpt.check(out).verdict == "sound"
+    mckpt.edit(out, tmp_path / "untied", ["untie"], tp=2, pp=1)
+    untied = mckpt.open(tmp_path / "untied").with_optimizer()
+    assert untied.keys() == before.keys()  # with the states of the output layer
+    for name in untied:
+        wanted = after[name.replace("lm_head.", "embed.")][:].numpy()
+        assert untied[name][:].numpy().tobytes() == wanted.tobytes(), name
 
 
 def test_edits_need_no_file(tmp_path: Path) -> None:
