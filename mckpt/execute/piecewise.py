@@ -153,9 +153,7 @@ class Batches(Writer):
             written.extend(self.mover.move(work, slab, memory, check))
 
         most = self.how.max_memory
-        threads = self.how.threads or most_threads(
-            work, self.transfer, Ranks.of_environment().cores, most
-        )
+        threads = self.how.threads or most_threads(work, self.transfer, Ranks().cores, most)
         with naming(self.transfer.joined):
             pool = ThreadPool(threads, most)
             pool.each(range(len(work.slabs)), move, targets=work.targets, tick=tick)
@@ -176,7 +174,7 @@ class Batches(Writer):
         def end_file(file: int, memory: memoryview, check: Callable[[], None]) -> None:
             sums[file] = self.finish(file, merged(self.ranges[file]), memory, check)
 
-        pool = ThreadPool(self.how.threads or Ranks.of_environment().cores, self.how.max_memory)
+        pool = ThreadPool(self.how.threads or Ranks().cores, self.how.max_memory)
         chosen = range(len(sums)) if files is None else files
         pool.each(chosen, end_file, targets=lambda file: frozenset([file]), tick=tick)
         sync_directories(self.transfer.outputs, self.data)

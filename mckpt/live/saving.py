@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
+from msgspec import structs
 
 from mckpt import api, formats
 from mckpt.adapters import merging
@@ -43,10 +44,12 @@ from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.options import SaveOptions, TargetOptions
 from mckpt.storage import sparse_copy
+from mckpt.values.sizes import LEAST_MEMORY
 
 if TYPE_CHECKING:
     import torch
 
+THREADS = 8  # most of a rank by default; more wait for Python's lock
 PIECE = 16 << 20  # bytes that a thread copies to the host at a time
 
 
@@ -56,7 +59,7 @@ def save(
     *,
     format: str = formats.MEGATRON,
     background: bool = False,
-    max_memory: int | str = "256MiB",
+    max_memory: int | str = "1GiB",
     threads: int = 0,
     checksum: str = "crc32",
     allow_overflow: bool = False,
@@ -74,9 +77,9 @@ def save(
     adapter: of a model whose modules are wrapped by adapters (LoRA): "merged" writes the weights
         with the products of the adapters added, "none" without them, and "only" writes the adapter
         as a directory of PEFT, with format "hf".
-    threads: of each rank; 0 means one for each core that it has. max_memory: bytes of the buffers
-        of one rank. Beside them the host holds two portions of the weights, each of as many bytes
-        or of one weight; with `background` it holds a copy of all.
+    threads: of each rank; 0 means one for each core that it has, at most 8.
+    max_memory: bytes of the buffers of one rank. Beside them the host holds two portions of its
+        weights, each of as many bytes or of one weight; with `background` it holds a copy of all.
 
     The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
     Without sizes it has those of the model.
@@ -91,6 +94,9 @@ def save(
         SaveOptions(background, adapter)  # refuses wrong values
         how = {"max_memory": max_memory, "threads": threads, "checksum": checksum}
         settings = RunSettings.of(how | {"allow_overflow": allow_overflow})
+        most = min(THREADS, settings.max_memory // LEAST_MEMORY)
+        cores = Ranks.of_environment().cores
+        settings = structs.replace(settings, threads=settings.threads or min(cores, most))
         return Memory(model_chunks), settings
 
     given = {
@@ -221,7 +227,7 @@ class _HostCopy:
         """Gives the files of all ranks the names and the sizes that a plan looks at."""
         ranks, (rank, _) = ranks_of(model), rank_and_world()
         self.memory, self.most = memory, how.max_memory
-        self.threads = how.threads or Ranks.of_environment().cores
+        self.threads = how.threads
         self.whole = False
         self.file = open(os.memfd_create("mckpt-live"), "r+b")  # noqa: SIM115
         self.file.truncate(max(memory.nbytes, 1))
