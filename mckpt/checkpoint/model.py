@@ -73,6 +73,8 @@ class ModelDescription:
         if not self.files.is_megatron:
             return self._family_in(described_in(self.files.path))
         opened, own = self.files.opened, self.options.mapping
+        if trainer := opened.format.trainer:
+            return mapping.load("trainers", trainer)
         run = run_config_text(opened.root / RUN_CONFIG)
         dist = not opened.format.fixed_sizes
 

@@ -36,6 +36,7 @@ RANDOM = (
     *("rng_state", "rerun_state_machine", "rerun_state_machine_state"),
     *("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state"),
     "rng_tracker_states",
+    *("dataloader", "train_state"),  # of torchtitan: where each rank stands in its data
 )
 
 # Measured on 16 cores, 17.3 GB: 5.7 s with 4 threads, 6.2 s with 8, 6.5 s with 16, which wait for

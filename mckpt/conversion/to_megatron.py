@@ -306,14 +306,15 @@ def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     here = own.trainer if own else BESIDE
     trainer = target.towers or here
     named = target.dialect or (source.merging and source.merging.dialect) or None
-    if source.is_megatron and named is None and trainer == here:
+    writes = source.is_megatron and not source.opened.format.trainer  # in names that are written
+    if writes and named is None and trainer == here:
         return source.mapping
     family = source.family
     if named is None and family is not None and trainer in family.towers:
         named = family.towers[trainer].dialect or None
-    if named is None and source.is_megatron:
+    if named is None and writes:
         named = mapping.text_dialect(source.mapping)
-    of = family if source.changes_family else source.mapping
+    of = family if source.changes_family or source.is_megatron else source.mapping
     dialect = mapping.dialect_for(of, named, source.model.options.mapping)
     return dialect if trainer == BESIDE else _with_towers(source, dialect, trainer)
 

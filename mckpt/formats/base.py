@@ -138,6 +138,7 @@ class Format(Struct, frozen=True):
     parts: tuple[str, ...]
     # takes the LayoutRequest of this format's family
     lay_out: Callable[[Any], tuple[Layout, list[TargetFile]]] = _only_read
+    trainer: str = ""  # the file in mappings/trainers with the names of its keys; "": a dialect
     global_keys: bool = False  # keys are those of the whole model, not of each rank's modules
     fixed_sizes: bool = False  # a trainer loads it only at the sizes that it was saved with
     layer_keys: bool = False  # it can have one key for all layers, or one for each

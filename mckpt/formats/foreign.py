@@ -66,16 +66,9 @@ _NAMES = (
     ),
     (
         r"^tok_embeddings\.|\.attention\.w[qkvo]\.",
-        "These are the names of torchtitan and of Meta's own files, not those of transformers:"
-        " torchtitan's scripts/checkpoint_conversion/convert_to_hf.py writes a directory that mckpt"
-        " reads.",
+        "These are the names of torchtitan and of Meta's own files, not those of transformers."
+        " mckpt reads the checkpoints that torchtitan saves, step-N, with --like HF_DIR.",
     ),
-)
-TORCHTITAN_KEY = "tok_embeddings."  # starts a key of its .metadata
-TORCHTITAN = (
-    "a checkpoint of torchtitan, in the container of torch.distributed.checkpoint. Convert it with"
-    " torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, or let the training save its"
-    " last step with last_save_in_hf"
 )
 _DEEPSPEED = (
     "a checkpoint of DeepSpeed. Run `python zero_to_fp32.py . OUT --safe_serialization`, which"
@@ -83,8 +76,8 @@ _DEEPSPEED = (
 )
 _VERL = (
     "a checkpoint of verl: give the directory of a role in a step, such as"
-    " DIR/global_step_N/actor, with model_world_size_*_rank_*.pt of a run with FSDP, or dist_ckpt of"
-    " one with Megatron (use_dist_checkpointing)"
+    " DIR/global_step_N/actor, with model_world_size_*_rank_*.pt of a run with FSDP, or dist_ckpt"
+    " of one with Megatron (use_dist_checkpointing)"
 )
 _DELTAS = (
     "deltas of weights: `mckpt apply BASE DIR OUT` applies them, and `mckpt inspect` lists them"
@@ -107,8 +100,12 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("dist_ckpt", "huggingface"), _VERL),
     (("global_step_[0-9]*",), _VERL),
     (("actor",), _VERL),
-    (("step-[0-9]*",), TORCHTITAN),
     (("weight_v[0-9]*",), f"a directory of {_DELTAS}"),
+    (
+        ("step-[0-9]*",),
+        "a directory with checkpoints of torchtitan: give the path of one of them, step-N, and"
+        " --like HF_DIR",
+    ),
 )
 
 

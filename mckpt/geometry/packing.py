@@ -12,6 +12,9 @@ Each packing is written once, as a list of boxes and their places, in storage or
     swapped  [ a1 | a0 ]                     along axis 1, the halves of one tensor
     halved   [ a0 a2 a4 | a1 a3 a5 ]         along axis 0, the halves of each group of one tensor:
                                              all first ones, then all second ones
+    paired   [ a0 a2 a1 a3 | a4 a6 a5 a7 ]   along axis 0, the halves of each group of one tensor:
+                                             the rows of both in turn, for a rotary embedding that
+                                             turns neighbours
     heads    [ a0 a2 a4 | a1 a3 a5 ]         along axis 0, the heads of a tensor [q | k | v]: q, k
                                              and v of one head after the other; several tensors,
                                              such as those of all layers, follow each other
@@ -158,6 +161,22 @@ def halved(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed(shape, tuple(placed), (shape[0],))
 
 
+def paired(shapes: Sequence[Shape], groups: int) -> Packed:
+    (shape,) = shapes
+    if shape[0] % (2 * groups):
+        raise PackingError(f"{list(shape)} does not fall into {groups} groups of two halves")
+    rows, rest = shape[0] // (2 * groups), shape[1:]
+    zeros = (0,) * len(rest)
+    placed = [
+        Placed(
+            0, Box(((2 * g + half) * rows, *zeros), (rows, *rest)), (2 * g * rows + half, *zeros), 2
+        )
+        for g in range(groups)
+        for half in range(2)
+    ]
+    return Packed(shape, tuple(placed), (shape[0],))
+
+
 def heads(shapes: Sequence[Shape], groups: int) -> Packed:
     rest = shapes[0][1:]
     zeros = (0,) * len(rest)
@@ -183,6 +202,7 @@ PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "interleaved": interleaved,
     "swapped": swapped,
     "halved": halved,
+    "paired": paired,
     "heads": heads,
 }
 TP_KINDS = ("column", "row", "vocab", "replicated")

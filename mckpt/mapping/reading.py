@@ -25,7 +25,8 @@ from mckpt.mapping.schema import extend, nearest, schema
 from mckpt.mapping.shorthand import expanded, with_defaults, with_second_names
 from mckpt.mapping.towers import read_towers
 
-KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
+# families, dialects, readers of a run_config.yaml, names of other trainers that are only read
+KINDS = ("hf", "megatron", "run_config", "trainers")
 _TOP: dict[str, type | tuple[type, ...]] = {
     "models": str,
     "special": str,

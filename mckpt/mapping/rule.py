@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     where: str
     number: Expression | None = None  # the number that stands for {layer} in its key; None: layer
     transposed: bool = False  # the stored tensor is the transpose of the packed one
-    heads: Expression | None = None  # groups of the packing qkv; None: num_query_groups
+    heads: Expression | None = None  # groups of the packings qkv and paired; None: num_query_groups
     offset: float = 0.0  # the stored values are the logical ones plus this number
     encoder: bool = False  # {layer} counts the layers of the encoder, not those of the decoder
     # the value of all elements where a source does not have the tensor; None: it must be there
@@ -359,8 +359,8 @@ def _rule(
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
     heads, offset = expression(spec.get("heads"), where), spec.get("offset", 0)
     absent = spec.get("absent")
-    if heads is not None and pack != "qkv":
-        raise ValueError("`heads` is for the packing qkv only")
+    if heads is not None and pack not in ("qkv", "paired"):
+        raise ValueError("`heads` is for the packings qkv and paired only")
     if type(offset) not in (int, float):
         raise ValueError(f"`offset` is a number, not {offset!r}")
     if type(absent) not in (int, float, type(None)) or (absent is not None and pack != "one"):

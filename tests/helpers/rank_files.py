@@ -1,11 +1,12 @@
 """Saves a Hugging Face model as the ranks of a training by torch's FSDP2 do, each its own part.
 
-    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT
+    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT [titan]
 
 OUT/verl       model_world_size_4_rank_R.pt, optim_* and fsdp_config.json, mesh ("fsdp",)
 OUT/hsdp       the same, mesh ("ddp", "fsdp")
 OUT/columns    the same, mesh ("fsdp",), the up projections cut in columns
 OUT/model      shard-*.safetensors of torch's HuggingFaceStorageWriter, in two files each
+OUT/step-10    with `titan`, this one alone: what torchtitan saves, in the names of HF_DIR
 """
 
 from __future__ import annotations
@@ -52,6 +53,33 @@ def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def save_titan(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
+    """Saves as torchtitan does (components/checkpointer/dcp.py, components/optimizer/utils.py)."""
+    dist.init_process_group("gloo", f"file://{out}/meeting", rank=rank, world_size=WORLD)
+    biases = {key: value for key, value in arrays.items() if key.endswith("expert_bias_E")}
+    model = model_of({key: value for key, value in arrays.items() if key not in biases})
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",)))
+    optimizer = stepped(model)
+    state: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        own = optimizer.state[parameter]
+        state |= {f"state.{name}.{key}": value for key, value in own.items()}
+        settings = {**optimizer.param_groups[0], "lr": 2e-4, "initial_lr": 3e-4}
+        settings["weight_decay"] = 0.1 if parameter.ndim > 1 else 0.0
+        state |= {f"param_groups.{name}.{k}": v for k, v in settings.items() if k != "params"}
+    saved = {
+        "optimizer": state,
+        "lr_scheduler": {"last_epoch": 10},
+        "train_state": {"step": torch.tensor(10, dtype=torch.int32)},
+        "dataloader": {f"dp_rank_{rank}": b"x"},
+        **model.state_dict(),
+        **biases,
+    }
+    dcp.save(saved, checkpoint_id=out / "step-10")
+    dist.barrier()  # a rank that ends would refuse a slower one
+    dist.destroy_process_group()
+
+
 def by_columns(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[0] == 10 else None
 
@@ -76,16 +104,21 @@ def save(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
             index = {key: 1 + number % 2 for number, key in enumerate(arrays)}
             writer = dcp.HuggingFaceStorageWriter(str(out / "model"), index, save_distributed=True)
             dcp.save(model.state_dict(), storage_writer=writer)
+    dist.barrier()  # a rank that ends would refuse a slower one
     dist.destroy_process_group()
 
 
-def main(hf: Path, out: Path) -> None:
+def main(hf: Path, out: Path, kind: str = "") -> None:
+    out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {}
     for file in sorted(hf.glob("*.safetensors")):
         arrays |= load_file(file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.start_processes(save, (arrays, out), nprocs=WORLD, start_method="fork")
+    each = save_titan if kind else save
+    mp.start_processes(each, (arrays, out), nprocs=WORLD, start_method="fork")
+    if kind:
+        return
     for name in ("verl", "hsdp", "columns"):
         facts = {"FSDP_version": 2, "world_size": WORLD}
         (out / name / "fsdp_config.json").write_text(json.dumps(facts))
@@ -95,4 +128,4 @@ def main(hf: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -21,6 +21,7 @@ SHAPES = {
     "interleaved": [(4, 5), (4, 5)],
     "swapped": [(4, 6)],
     "halved": [(8, 3)],
+    "paired": [(8, 3)],
     "heads": [(12, 3), (6, 3)],
 }
 
@@ -79,9 +80,11 @@ def test_a_region_of_a_buffer_has_the_elements_of_the_region(pack, transposed, d
     names = [str(i) for i in range(len(shapes))]
     shape, pieces = buffer(whole, [whole_box(whole.shape)], names, transposed)
     low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    region = Box(low, tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, low)))
+    region = Box(
+        low, tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, low, strict=True))
+    )
     expected = elements(pieces, shapes, math.prod(shape)).reshape(shape)
-    expected = expected[tuple(slice(o, o + n) for o, n in zip(*region))]
+    expected = expected[tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
     cropped = [part for piece in pieces if (part := crop(piece, shape, region))]
     assert elements(cropped, shapes, math.prod(region.shape)).tolist() == expected.ravel().tolist()
 

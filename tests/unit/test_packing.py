@@ -279,6 +279,15 @@ def check_halved(ways: int = 1) -> None:
     same(shards("halved", [rows], "replicated", 1, groups=ways), [np.vstack([*first, *second])])
 
 
+def check_paired(ways: int = 1) -> None:
+    """torchtitan's Llama turns neighbours, so the halves of a head take turns (its
+    state_dict_adapter.py, _reverse_permute).
+    """
+    for rows, heads in ((Q, HEADS), (K, GROUPS)):
+        turned = rows.reshape(heads, 2, HEAD_DIM // 2, HIDDEN).swapaxes(1, 2).reshape(rows.shape)
+        same(shards("paired", [rows], "column", ways, groups=heads), np.split(turned, ways))
+
+
 def check_transposed(ways: int = 1) -> None:
     """Compares a square weight too, in which only the values show a transpose."""
     square = tensor(14, FFN, FFN)
@@ -312,6 +321,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
         check_concat,
         check_swapped,
         check_halved,
+        check_paired,
         check_transposed,
         check_vocab,
     )
@@ -415,6 +425,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         packing.gated([(4, 5), (4, 6)], 1)
     with pytest.raises(PackingError, match=r"\[4, 5\] has no two halves of columns"):
         packing.swapped([(4, 5)], 1)
+    with pytest.raises(PackingError, match=r"\[10, 5\] does not fall into 2 groups of two halves"):
+        packing.paired([(10, 5)], 2)
     with pytest.raises(PackingError, match="10 rows are not divisible by 4"):
         shard(packing.one([(10, 6)], 1), "column", 0, 4)
     with pytest.raises(PackingError, match="6 columns are not divisible by 4"):

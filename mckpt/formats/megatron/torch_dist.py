@@ -23,7 +23,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
-from mckpt.formats import carried, foreign
+from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
     Names,
@@ -69,8 +69,6 @@ def backend(path: Path) -> str:
     Raises SourceError if there is none, or it does not name a format.
     """
     if not (path / MARKER).exists():
-        if has_keys(path, foreign.TORCHTITAN_KEY):
-            raise SourceError(f"{path}: is {foreign.TORCHTITAN}.")
         other = "" if has_keys(path, "decoder.") else ", or another program than Megatron wrote it"
         raise SourceError(f"{path}: has no {MARKER}: its save never finished{other}")
     try:
