@@ -175,7 +175,7 @@ def to_hf(src: Path, dst: Path, alpha: float | None, **options: Any) -> None:
 @shared.layout_options("target-", otherwise="the source's")
 @shared.megatron_option(
     "--target-format",
-    type=shared.MEGATRON_FORMATS,
+    type=shared.TRAINED,
     help="Format of the new checkpoint. Without it, the source's.",
 )
 @shared.of_target("no_optimizer")

@@ -352,7 +352,10 @@ def _write(
     if manifest is not None:
         text = f"{path}: is done already, {size}; --overwrite writes it again"
         return Outcome("done already", path, text, nbytes, facts=manifest)
-    remote = [p for p in (source.path, planned.destination.root) if sparse_copy.of(p) is not None]
+    # Orbax's arrays are read through a store, wherever they are
+    first = map(Path, planned.source.layout.own_files[:1])
+    places = [source.path, planned.destination.root, *first]
+    remote = [p for p in places if sparse_copy.of(p) is not None]
     if workers is None and ranks.size == 1 and not remote and options["engine"] == "local":
         workers = _processes(planned, options["threads"])
     if workers and workers > 1 and remote:  # the libraries of stores do not survive a fork

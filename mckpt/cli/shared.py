@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 WRITTEN_FORMATS = click.Choice([name for name, one in formats.FORMATS.items() if one.written])
 MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
+TRAINED = click.Choice([name for name in MEGATRON_FORMATS.choices if not formats.dialect_of(name)])
 DIVISIBLE_BY = 128  # Megatron's default
 
 conversion_option = in_section(CONVERSION)
@@ -247,8 +248,15 @@ def target_like(source: Checkpoint, options: Options, target_format: str | None)
 def make_target(options: Options, target_format: str, parallel: Parallel | None) -> TargetOptions:
     """Returns the target that the options describe; a Hugging Face target has no `parallel`."""
     more: dict[str, Any] = {"format": target_format}
+    whole = formats.dialect_of(target_format)
+    alone = type(parallel)() if parallel is not None else None
+    if whole and alone and alone.with_(**parallel_sizes(options)) != alone:
+        raise UsageError(
+            f"the format {target_format} has whole tensors, and no parallel sizes; leave them out"
+        )
     if parallel is not None:
         more["parallel"] = parallel
-    elif options.get("divisible_by") == DIVISIBLE_BY:  # the default, which such a target ignores
+    # the default, which such a target ignores
+    if (parallel is None or whole) and options.get("divisible_by") == DIVISIBLE_BY:
         more["divisible_by"] = None
     return TargetOptions.of(options, **more)

@@ -31,7 +31,7 @@ of_train = partial(from_table, TrainOptions)
 @of_train("resume data tokenizer global_batch_size micro_batch_size seq_length")
 @of_train("seed", type=int)
 @of_train("lr min_lr warmup decay_steps weight_decay clip_grad dtype save save_interval")
-@of_train("format", type=shared.MEGATRON_FORMATS)
+@of_train("format", type=shared.TRAINED)
 @of_train("distributed_optimizer optimizer_format")
 @shared.run_options("1")
 @shared.run_option(

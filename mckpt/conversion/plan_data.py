@@ -109,6 +109,8 @@ class Form:
     facts: Facts  # those of this form alone
     inexact: Mapping[str, str]  # features that the user accepts to lose: name -> reason
     notes: list[str]
+    # of the logical tensors whose values the target has times a number, by template
+    factors: Mapping[str, float] = field(default_factory=dict)
     copied: list[Path] = field(default_factory=list)  # the source files that are copied whole
     remarks: list[str] = field(default_factory=list)  # on files that the output does not have
 
@@ -510,3 +512,12 @@ def grouped(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         by_reason.setdefault(why, []).append(key)
     for why, keys in by_reason.items():
         yield (keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more"), why
+
+
+def factor_notes(names: Names, dtypes: Mapping[str, str]) -> list[str]:
+    """Returns sentences on the tensors that one side stores times a number."""
+    if not names.factors:
+        return []
+    from mckpt.formats import scaling
+
+    return list(scaling.factor_notes(names, dtypes))

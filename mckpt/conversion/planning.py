@@ -114,7 +114,12 @@ def make_plan(
         )
 
     form = (form_of or form_of_weights)(source, at, target)
-    joined = join(form.moved.layout, form.layout)
+    moved = form.moved.layout
+    if form.factors:
+        from mckpt.formats.scaling import with_factors
+
+        moved = with_factors(moved, form.factors)
+    joined = join(moved, form.layout)
     return Plan(
         source=form.moved,
         destination=form.destination,

@@ -21,6 +21,11 @@ from mckpt.mapping import Dims, MappingFile
 from mckpt.options import HUGGING_FACE, MEGATRON, TargetOptions
 from mckpt.values import dtypes
 
+# options that have an effect only where Megatron reads the target
+OF_MEGATRON = (
+    *("transformer_impl", "grouped_experts", "divisible_by", "towers", "common_as_object"),
+    *("run_config", "megatron_version"),
+)
 _OWN_HEAD = (
     "config.json says that the embedding is also the output layer (tied). transformers 5 ignores"
     " that where the output layer of the file differs, and uses both; transformers 4 ignores the"
@@ -91,6 +96,9 @@ def _without_effect(
         why = f"it is for a Hugging Face target, and the target has the Megatron format {format}"
     for option in target.given(HUGGING_FACE if format.megatron else MEGATRON):
         yield option, why
+    given = (n for n in OF_MEGATRON if getattr(target, n) != getattr(TargetOptions(), n))
+    for name in given if formats.dialect_of(format.name) else ():
+        yield target.spelled(name), f"the format {format} is not for Megatron"
 
 
 def _refuse_unknown_names(target: TargetOptions, source: Checkpoint) -> None:
@@ -267,6 +275,15 @@ def lost_args(source: Checkpoint) -> dict[str, str]:
         for name, value in source.model.unknown_args.items()
         if not mapping.is_neutral(value)
     }
+
+
+def lost_factors(source: Checkpoint) -> dict[str, str]:
+    """Returns the values of a source that are the weights times a number, and rounded: name ->
+    reason. Those that --allow-inexact accepted when mckpt wrote it are left out.
+    """
+    given, accepted = source.mapping.given, source.files.inexact
+    found = source.mapping.warnings({**given, **source.dims})
+    return {name: why for name, why in found.items() if name in given and name not in accepted}
 
 
 def _arg(name: str) -> str:

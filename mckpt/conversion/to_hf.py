@@ -14,12 +14,14 @@ from mckpt.conversion.plan_data import (
     Form,
     adopted_config,
     dtypes_of_target,
+    factor_notes,
     form_of,
     mapping_to_keep,
     named_by_user,
 )
 from mckpt.conversion.refusals import (
     lost_args,
+    lost_factors,
     refuse_inexact,
     refuse_misfit,
     refuse_uncarried,
@@ -97,6 +99,7 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
         text = _json({**json.loads(text), QUANTISED: how})
         encoding = WRITTEN[target.quantize].description()
         notes.append(f"the weights of linear layers are written as {encoding}; they are rounded")
+    notes += factor_notes(source.names, kinds)
     return Export(source, request, text, inexact, [note, *notes])
 
 
@@ -191,7 +194,7 @@ def _inexact(source: Checkpoint, family: MappingFile, target: TargetOptions) -> 
 
     Raises MappingError for features that the user does not accept.
     """
-    lost = {**family.inexact(source.dims), **lost_args(source)}
+    lost = {**family.inexact(source.dims), **lost_args(source), **lost_factors(source)}
     found = refuse_inexact(lost, target, f"family {family.name}")
     # Without a manifest the checkpoint was trained, and the trainer may have ignored some args.
     if source.files.described_by is None and not source.files.manifest:

@@ -22,6 +22,7 @@ from mckpt.conversion.plan_data import (
     Form,
     adopted_config,
     dtypes_of_target,
+    factor_notes,
     form_of,
     mapping_to_keep,
     named_by_user,
@@ -30,6 +31,7 @@ from mckpt.conversion.plan_data import (
 )
 from mckpt.conversion.refusals import (
     lost_args,
+    lost_factors,
     refuse_choices,
     refuse_inexact,
     refuse_misfit,
@@ -153,9 +155,11 @@ def form_megatron(
         notes=[
             *quantised_notes(moved),
             *decided.notes,
+            *factor_notes(decided.names, decided.dtypes),
             *text_notes(moved, decided.names.mapping.whole),
             *_dialect_notes(source, decided.names.mapping, decided.megatron, target),
         ],
+        factors=decided.names.factors,
         copied=[file for file in tokenizer.values() if isinstance(file, Path)],
         remarks=left_out([] if root is None else [root]),
     )
@@ -177,6 +181,8 @@ def name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
 def decide(source: Checkpoint, destination: Destination, target: TargetOptions) -> Decided:
     """Returns all decisions from which the args of the target follow, or refuses the conversion."""
     dialect = dialect_to_write(source, target)
+    if formats.dialect_of(target.format):
+        target = target.with_(parallel=Parallel())
     megatron = _version(source, dialect, target, destination)
     target = target.with_(megatron_version=".".join(map(str, megatron)))
     refuse_old_version(target, megatron)
@@ -302,6 +308,14 @@ def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     family's; with the towers of a multimodal model as the user wants them, else as the source has
     them.
     """
+    if (only := formats.dialect_of(target.format)) or formats.dialect_of(source.format):
+        if only and target.dialect not in (None, only):
+            raise UsageError(
+                f"--dialect {target.dialect}: a checkpoint of the format {target.format} has the"
+                f" dialect {only}; leave it out"
+            )
+        named = only or target.dialect
+        return mapping.dialect_for(source.family, named, source.model.options.mapping)
     own = source.mapping.whole
     here = own.trainer if own else BESIDE
     trainer = target.towers or here
@@ -354,7 +368,8 @@ def _other_dialect(
     """Returns the options that write the model in the default dialect, if its family names another
     one, the user names none, and the default one can hold the model for this megatron-core.
     """
-    if source.is_megatron or target.dialect or dialect.whole or not source.mapping.dialect:
+    fixed = formats.dialect_of(target.format)
+    if source.is_megatron or target.dialect or dialect.whole or not source.mapping.dialect or fixed:
         return None  # without loading every dialect
     default = mapping.dialect_for(None, None, source.model.options.mapping)
     if dialect.name == default.name:
@@ -432,6 +447,8 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: TargetOptions)
     --keep-padding, or if the true vocabulary is not known, the target has the source's rows.
     """
     tp, parted = target.parallel.tp, (source.args or {}).get("make_vocab_size_divisible_by")
+    if formats.dialect_of(target.format):
+        parted = None
     divisor = target.divisible_by or parted or dialect.given["divisible_by"]
     if type(divisor) is not int or divisor < 1:
         raise SourceError(
@@ -621,7 +638,7 @@ def _lost(
     same dialect of an edited model, and that the user accepts.
     """
     same, new = source.mapping.name == dialect.name, target.run_config and source.args is not None
-    args = {} if same and not new else lost_args(source)
+    args = {} if same and not new else {**lost_args(source), **lost_factors(source)}
     if same and not source.edited:
         return refuse_inexact(args, target, RUN_CONFIG)
     before = source.mapping.inexact(source.model.dims if source.edited else dims, program)

@@ -16,10 +16,6 @@ from mckpt.errors import UsageError
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
 from mckpt.lazy import numpy as np
-from mckpt.values.adding import WIDTH, Factor
-from mckpt.values.dtypes import itemsize
-from mckpt.values.element import SUM
-from mckpt.values.summing import BASE, Sum, Term
 
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
 FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
@@ -197,18 +193,6 @@ def refuse_changed(path: Path, layout: Layout, digest: str, result: Path) -> Non
             f"{path}: is not a checkpoint of which {result} was made, or has changed since: its"
             " tensors lie in other places"
         )
-
-
-def scaled(s: Stored, factor: float) -> Stored:
-    """Returns stored matrices with their values times a factor, a float32 (values/summing.py)."""
-    term = Term(Factor(BASE, 0, 0, 0, 0), 0, float(np.float32(factor)), 0.0, 0, 0, 0, 0)
-    added = {}
-    for number, piece in enumerate(s.pieces):
-        along, down = sorted(piece.strides)
-        start = piece.start * itemsize(s.stored_as)
-        words = [Sum(at + start, down, along, 0, 0, (term,)).words() for at in s.at.tolist()]
-        added[number] = np.array(words, "i8").reshape(len(s), -1, WIDTH)
-    return replace(s, added=added, term=SUM)
 
 
 def file_of(content: bytes | Iterable[bytes]) -> Path:

@@ -33,13 +33,13 @@ from mckpt.editing.pieces import (
     new_values,
     number_of,
     rows,
-    scaled,
     under,
     with_new_states,
 )
 from mckpt.errors import UsageError, counted
 from mckpt.formats import carried
 from mckpt.formats.megatron.optimizer import MASTER
+from mckpt.formats.scaling import scaled
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, whole_box
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims, MappingFile

@@ -23,6 +23,8 @@ class Listed(NamedTuple):
     megatron: bool
     written: bool = True  # False: the format is only read
     until: str = ""  # the last megatron-core that loads it; "": today's does
+    # the only dialect of its checkpoints, which have whole tensors and no args; "": Megatron's
+    dialect: str = ""
 
 
 # In the order in which `detect` tries them.
@@ -35,6 +37,7 @@ FORMATS: dict[str, Listed] = {
     "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, written=False),
     "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True, written=False, until="0.15"),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
+    "orbax": Listed("mckpt.formats.megatron.orbax", megatron=True, dialect="maxtext"),
 }
 HUGGING_FACE = "hf"  # the default format of Hugging Face targets
 MEGATRON = "torch_dist"  # the default format of Megatron targets
@@ -69,6 +72,11 @@ def kept_or_default(name: str) -> str:
     names none: the same, if mckpt writes it.
     """
     return name if name in names(megatron=True, written=True) else MEGATRON
+
+
+def dialect_of(name: str) -> str:
+    """Returns the only dialect that checkpoints of a format have; "" if they have Megatron's."""
+    return FORMATS[name].dialect if name in FORMATS else ""  # a running model has a format too
 
 
 def detect(folder: Path, megatron: bool) -> Format | None:

@@ -50,6 +50,13 @@ class Names:
         """The mapping's rules of objects that are not tensors."""
         return self.mapping.bind(self.scope(), self.mapping.objects)
 
+    @cached_property
+    def factors(self) -> dict[str, float]:
+        """Returns the factors of the logical tensors that are stored times a number."""
+        scope = self.scope()
+        scaled = [(b.rule.of, b.rule.scale) for b in self.bound if b.rule.scale]
+        return {name: scale(scope) for of, scale in scaled for name in of}
+
     def stages(self) -> list[list[list[int]]]:
         """Returns the layers of each [pipeline rank][virtual stage], as the keys number them."""
         count = self.mapping.num_numbers(self.dims)

@@ -605,7 +605,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     for rule in (*file.rules, *file.objects):
         entries += [(rule.where, rule.key, when, of_layer) for when in rule.when]
         entries.append((rule.where, rule.key, rule.number, counting))
-        entries.append((rule.where, rule.key, rule.heads, dims))
+        entries += [(rule.where, rule.key, e, dims) for e in (rule.heads, rule.scale, *rule.shape)]
     for where, key, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {key}: {name!r} is not known here; {_where_known(name, file)}"

@@ -43,6 +43,10 @@ class Rule(NamedTuple):
     encoder: bool = False  # {layer} counts the layers of the encoder, not those of the decoder
     # the value of all elements where a source does not have the tensor; None: it must be there
     absent: float | None = None
+    # the sizes of the axes of one layer's or expert's array, which has more axes than the packed
+    # tensor; empty: the same axes
+    shape: tuple[Expression, ...] = ()
+    scale: Expression | None = None  # the stored values are the logical ones times this number
     # how many layers of a tower the stored tensor holds along a leading axis; the packed tensor has
     # their rows one after the other. 0: it has no such axis
     stack: int = 0
@@ -140,8 +144,7 @@ _INDEX = re.compile(r"\{(\w+)\}")
 COUNT = "count"  # of `numbering`: how many numbers there are
 _RULE = (
     *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
-    "transposed",
-    "absent",
+    *("transposed", "absent", "shape", "scale"),
 )
 ENCODER = "encoder.{layer}."  # of the logical names of an encoder's layers
 _BLOCK = ("is", "when", "instead", "mtp", "groups", "tensors", "objects")
@@ -361,6 +364,9 @@ def _rule(
     absent = spec.get("absent")
     if heads is not None and pack not in ("qkv", "paired"):
         raise ValueError("`heads` is for the packings qkv and paired only")
+    if not isinstance(shape := spec.get("shape", []), list):
+        raise ValueError(f"`shape` is a list of sizes, not {shape!r}")
+    sizes = [expression(size, where) for size in shape]
     if type(offset) not in (int, float):
         raise ValueError(f"`offset` is a number, not {offset!r}")
     if type(absent) not in (int, float, type(None)) or (absent is not None and pack != "one"):
@@ -384,6 +390,8 @@ def _rule(
         float(offset),
         (of or (prefix,))[0].startswith(ENCODER),
         None if absent is None else float(absent),
+        tuple(e for e in sizes if e is not None),
+        expression(spec.get("scale"), where),
     )
 
 

@@ -155,7 +155,7 @@ def _place(parts: list[_Region], num_layers: int) -> tuple[_PlacedChunks, list[i
     """Places the chunks of all parts, layer by layer; also returns the cuts between files."""
     number, layer, expert = in_file_order([part.bound for part in parts], num_layers)
     sizes = np.array([part.container.size for part in parts], "i8")[number]
-    file, at, cuts = _in_files(sizes)
+    file, at, cuts = in_files(sizes)
     return _PlacedChunks(number, layer, expert, file, at), cuts
 
 
@@ -267,7 +267,7 @@ def _small_files(request: MegatronRequest) -> list[TargetFile]:
     return out
 
 
-def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Distributes items of these sizes, in bytes and in this order, over files of about the same
     size. Returns file [items], first byte in it [items], and cuts [files + 1].
 

@@ -1,0 +1,122 @@
+"""Checkpoints of Orbax, as MaxText saves them.
+
+    DIR/items/_METADATA, manifest.ocdbt, d/*    the tree of arrays (`orbax_arrays`)
+    DIR/_CHECKPOINT_METADATA, commit_success.txt
+
+MaxText saves the training's state: the weights below `params.params`, `opt_state` and `step`. A
+checkpoint of weights alone has the first. `items` itself is a checkpoint too.
+
+The arrays of all layers of a weight are one, whose second axis counts the layers, unless
+scan_layers is false: then the keys have their numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mckpt.containers.dcp_metadata import Metadata
+from mckpt.containers.entries import Span
+from mckpt.containers.torch_spans import Item
+from mckpt.formats.base import Format, Names, packed, stored_shape
+from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.formats.megatron.orbax_arrays import METADATA, Arrays
+from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
+from mckpt.formats.megatron.torch_dist import TorchDist
+from mckpt.formats.scaling import scaled
+from mckpt.geometry.box import Layout
+from mckpt.values.dtypes import itemsize
+
+
+def place(path: Path) -> Path:
+    """Returns the directory with the arrays of a checkpoint."""
+    return path / ITEMS if (path / ITEMS / METADATA).is_file() else path
+
+
+def open_directory(path: Path) -> Orbax:
+    return Orbax(path)
+
+
+class _Directory(Chunked):
+    """The arrays as whole chunks, in a directory with a file for each."""
+
+    def __init__(
+        self, arrays: Arrays, layered: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """layered: the keys of arrays whose second axis comes first. shapes: of arrays as their
+        rules have them.
+        """
+        tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
+        for key, array in arrays.arrays.items():
+            shape = shapes.get(key, array.shape)
+            at = (0,) * len(shape)
+            tensors[key] = (array.dtype, shape, [(at, shape)])
+            items[key, at] = (key, 0, math.prod(shape) * itemsize(array.dtype))
+        super().__init__(arrays.by_layer(layered), Metadata(tensors, arrays.others, items, {}))
+
+    def object(self, key: str) -> tuple[Any, Any]:
+        raise NotImplementedError("Orbax has arrays only")
+
+    def check_sizes(self) -> None:
+        """Does nothing, because tensorstore checks the sizes of chunks when it reads them."""
+
+    def place(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
+    ) -> tuple[int, int]:
+        return self.number[key], 0
+
+    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
+        for (key, _), (file, at, nbytes) in self.metadata.items.items():
+            yield Span(key, str(self.root / file), at, nbytes, self.metadata.tensors[key][0])
+
+
+class Orbax(TorchDist):
+    """An opened checkpoint. The dialect of MaxText names its arrays."""
+
+    def __init__(self, path: Path) -> None:
+        self.arrays = Arrays(place(path))
+        super().__init__(_Directory(self.arrays, frozenset(), {}), FORMAT)
+        self.root = path
+
+    def layout(self, names: Names) -> Layout:
+        scope, shapes, layered, factors = names.scope(), {}, set(), {}
+        for b in names.bound:
+            whole = packed(b.rule, scope)
+            inner = stored_shape(b.rule, whole)
+            wanted = (*b.axes(scope), *(e(scope) for e in b.rule.shape)) if b.rule.shape else None
+            if b.rule.scale is not None:
+                factors[b.rule.key] = 1 / b.rule.scale(scope)
+            for key, _ in b.global_keys():
+                if (array := self.arrays.arrays.get(key)) is None:
+                    continue
+                shape = array.shape
+                if "layer" in b.rule.stacked() and len(shape) > 1:
+                    layered.add(key)
+                    shape = (shape[1], shape[0], *shape[2:])
+                shapes[key] = (*b.axes(scope), *inner) if shape == wanted else shape
+        self.directory = _Directory(self.arrays, frozenset(layered), shapes)
+        self.metadata = self.directory.metadata
+        layout = super().layout(names)
+        layout.stored = [
+            scaled(s, factors[s.key]) if s.key in factors else s for s in layout.stored
+        ]
+        return layout
+
+    def optimizer(self, names: Names) -> None:
+        """Returns None: the state of MaxText's optimizer is not read."""
+
+
+FORMAT = Format(
+    "orbax",
+    f"{METADATA} of Orbax",
+    megatron=True,
+    detect=lambda path: (place(path) / METADATA).is_file(),
+    open=open_directory,
+    lay_out=lay_out,
+    parts=(f"{ITEMS}/*", f"{ITEMS}/d/*", "_CHECKPOINT_METADATA", "commit_success.txt"),
+    global_keys=True,
+    layer_keys=True,
+    last=f"{ITEMS}/{METADATA}",
+)

@@ -1,0 +1,185 @@
+"""The arrays of an Orbax checkpoint, each of which is read as an object of a store: its elements,
+in the order of its axes. tensorstore finds and decodes the chunks.
+
+    DIR/_METADATA         the names of the arrays, and how they are stored (JSON)
+    DIR/manifest.ocdbt    with use_ocdbt: a database of the files NAME/zarr.json, NAME/c/0/1, ...
+    DIR/NAME/.zarray      without: a directory for each array
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from mckpt.errors import MissingExtra, SourceError, UsageError, shown
+from mckpt.geometry.box import range_boxes
+from mckpt.lazy import numpy as np
+from mckpt.storage import sparse_copy
+from mckpt.storage.files import read_json, stamp
+from mckpt.storage.stores import Object
+from mckpt.values.dtypes import TABLE, itemsize
+
+METADATA = "_METADATA"
+MANIFEST = "manifest.ocdbt"
+WEIGHTS = "params"  # begins the names of the weights; in MaxText twice
+# bytes of decoded chunks that are kept: the next read may be of the same chunk
+CACHE, CHUNKS = 64 << 20, 3
+
+
+class Array(NamedTuple):
+    """An array of the checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    opened: Any  # by tensorstore
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Returns the bytes that are decoded at a time."""
+        chunk = self.opened.chunk_layout.read_chunk.shape or ()
+        return math.prod(chunk) * itemsize(self.dtype)
+
+
+class Arrays:
+    """The arrays with the weights of a checkpoint, and the names of all others."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises SourceError if the checkpoint is damaged, MissingExtra without tensorstore."""
+        self.root = root
+        found = read_json(root / METADATA, 1 << 30)
+        try:
+            ocdbt, driver = found["use_ocdbt"], "zarr3" if found["use_zarr3"] else "zarr"
+            names = {
+                ".".join(str(part["key"]) for part in entry["key_metadata"]): entry
+                for entry in found["tree_metadata"].values()
+                if not entry["value_metadata"].get("skip_deserialize")
+            }
+        except (KeyError, TypeError, AttributeError) as e:
+            raise SourceError(
+                f"{root / METADATA}: does not describe the arrays of an Orbax checkpoint: {e!r};"
+                " copy it again"
+            ) from e
+        weights = [name for name in names if name.startswith(f"{WEIGHTS}.")]
+        self.others = [name for name in names if name not in weights]
+        self.files = {name.replace(f"{WEIGHTS}.", "", 2): name for name in weights}
+        if len(self.files) < len(weights):
+            raise SourceError(f"{root / METADATA}: has two arrays of one name; copy it again")
+        self.arrays = self._open(driver, ocdbt, CACHE)
+        largest = max((a.chunk_bytes for a in self.arrays.values()), default=0)
+        if CHUNKS * largest > CACHE:
+            self.arrays = self._open(driver, ocdbt, CHUNKS * largest)
+        for key, array in self.arrays.items():
+            stated = names[self.files[key]]["value_metadata"].get("write_shape")
+            if stated is not None and tuple(stated) != array.shape:
+                raise SourceError(
+                    f"{root}: {self.files[key]} is {list(array.shape)}, and {METADATA} states"
+                    f" {stated}; copy the checkpoint again"
+                )
+
+    def _open(self, driver: str, ocdbt: bool, cache: int) -> dict[str, Array]:
+        """Opens the arrays with the weights. cache: bytes of decoded chunks."""
+        try:
+            import tensorstore
+        except ImportError:
+            raise MissingExtra(
+                f"{self.root}: Orbax checkpoints are read with tensorstore, which is not installed"
+                " here: pip install 'mckpt[orbax]'"
+            ) from None
+        copy = sparse_copy.of(self.root)
+        base: Any = {"driver": "file", "path": f"{self.root.resolve()}/"}
+        if copy is not None:
+            if not copy.url.startswith(("s3://", "gs://")):
+                raise UsageError(f"{shown(str(self.root))}: copy the checkpoint here first")
+            base = f"{shown(str(self.root))}/"
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache}})
+        stored = {"driver": "ocdbt", "base": base} if ocdbt else base
+        try:
+            kvstore = tensorstore.KvStore.open(stored, context=context).result()
+            opening = {
+                key: tensorstore.open(
+                    # a chunk that is not there is damage: it must not be read as zeros
+                    {"driver": driver, "fill_missing_data_reads": False},
+                    kvstore=kvstore / f"{name}/",
+                    context=context,
+                    read=True,
+                    open=True,
+                )
+                for key, name in self.files.items()
+            }
+            opened = {key: future.result() for key, future in opening.items()}
+        except (ValueError, OSError) as e:
+            _raise(self.root, e)
+        out = {key: Array(a.dtype.name, tuple(a.shape), a) for key, a in opened.items()}
+        if strange := [f"{k} {a.dtype}" for k, a in out.items() if a.dtype not in TABLE]:
+            raise SourceError(f"{self.root}: arrays of a dtype that mckpt lacks: {strange[0]}")
+        return out
+
+    def by_layer(self, keys: Iterable[str]) -> Path:
+        """Returns a directory with a file for each array, which has its elements in C order. In
+        those of these keys, the second axis comes first: it counts the layers.
+        """
+        store = ArrayStore(self, frozenset(keys))
+        return sparse_copy.load(shown(str(self.root)), store, self.root.name)
+
+
+class ArrayStore:
+    """The elements of each array as a store. It is only read."""
+
+    def __init__(self, arrays: Arrays, by_layer: Collection[str]) -> None:
+        self.of, self.layered = arrays, by_layer
+        at = stamp(arrays.root / METADATA)
+        self.objects = {
+            key: Object(math.prod(a.shape) * itemsize(a.dtype), str(at.bytes), at.mtime)
+            for key, a in arrays.arrays.items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (shown(str(self.of.root)), self.layered)
+
+    def list(self) -> dict[str, Object]:
+        return self.objects
+
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
+        """Returns a buffer of the bytes from `at` on; fewer at the end of the array.
+
+        Raises SourceError if a chunk is damaged.
+        """
+        import tensorstore
+
+        array = self.of.arrays[name]
+        one, shape = array.opened, array.shape
+        if name in self.layered:
+            one = one[tensorstore.d[1].transpose[0]]
+            shape = (shape[1], shape[0], *shape[2:])
+        item = itemsize(array.dtype)
+        end = min(at + nbytes, self.objects[name].size)
+        first, last = at // item, -(-end // item)
+        parts = []
+        try:
+            for box in range_boxes(shape, first, last):
+                inside = zip(box.offset, box.shape, strict=True)
+                part = one[tuple(slice(o, o + n) for o, n in inside)].read(order="C").result()
+                parts.append(np.ascontiguousarray(part).reshape(-1).view("u1"))
+        except (ValueError, OSError) as e:
+            _raise(f"{self.of.root}/{self.of.files[name]}", e)
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, "u1")])
+        return whole[at - first * item : end - first * item].data
+
+    def write(self, name: str, data: bytes | Path) -> str:
+        raise UsageError(f"{self.of.root}: an array of Orbax, which mckpt only reads")
+
+    def remove(self, names: Iterable[str]) -> None:
+        raise UsageError(f"{self.of.root}: an array of Orbax, which mckpt only reads")
+
+
+def _again(root: str, by_layer: Collection[str]) -> ArrayStore:
+    """Returns the store of another process."""
+    return ArrayStore(Arrays(Path(root)), by_layer)
+
+
+def _raise(where: object, error: Exception) -> NoReturn:
+    """Raises the error of tensorstore as one of the source."""
+    text = str(error).split(" [")[0].split("\n")[0][:300]
+    raise SourceError(f"{where}: cannot be read: {text}; copy the checkpoint again") from None

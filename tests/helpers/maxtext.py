@@ -1,0 +1,234 @@
+"""The parameters of MaxText, made of the tensors of a Hugging Face directory, and Orbax itself.
+
+`tree` follows src/maxtext/checkpoint_conversion/utils/param_mapping.py of MaxText, and knows
+nothing of mckpt. As a program it runs under another Python, which has orbax-checkpoint and jax:
+
+    python maxtext.py save NPZ DIR [ocdbt] [zarr3] [state]    writes a checkpoint of these arrays
+    python maxtext.py restore DIR NPZ                         reads one
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+PYTHON = os.environ.get("ORBAX_PYTHON", "")  # of an environment with orbax-checkpoint 0.12
+Arrays = dict[str, np.ndarray]
+PREFIX = "params.params."
+
+EXPERTS = {
+    "Qwen3MoeForCausalLM": ("moe_block", "mlp", ("gate_proj", "up_proj", "down_proj")),
+    "MixtralForCausalLM": ("MoeBlock_0", "block_sparse_moe", ("w1", "w3", "w2")),
+    "DeepseekV3ForCausalLM": (
+        *("DeepSeekMoeBlock_0.MoeBlock_0", "mlp"),
+        ("gate_proj", "up_proj", "down_proj"),
+    ),
+}
+SCALED = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+ATTENTION = {
+    "query.kernel": "q_proj.weight",
+    "key.kernel": "k_proj.weight",
+    "value.kernel": "v_proj.weight",
+    "out.kernel": "o_proj.weight",
+    "query.bias": "q_proj.bias",
+    "key.bias": "k_proj.bias",
+    "value.bias": "v_proj.bias",
+    "query_norm.scale": "q_norm.weight",
+    "key_norm.scale": "k_norm.weight",
+    "wq_a.kernel": "q_a_proj.weight",
+    "wq_b.kernel": "q_b_proj.weight",
+    "wkv_a.kernel": "kv_a_proj_with_mqa.weight",
+    "wkv_b.kernel": "kv_b_proj.weight",
+    "q_norm.scale": "q_a_layernorm.weight",
+    "kv_norm.scale": "kv_a_layernorm.weight",
+}
+
+
+def tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool = True) -> Arrays:
+    """Returns the arrays of MaxText by their path."""
+    layers, first = config["num_hidden_layers"], config.get("first_k_dense_replace")
+    out = {
+        "token_embedder.embedding": hf["model.embed_tokens.weight"],
+        "decoder.decoder_norm.scale": hf["model.norm.weight"],
+    }
+    if not config.get("tie_word_embeddings"):
+        out["decoder.logits_dense.kernel"] = hf["lm_head.weight"].T
+    names = dict.fromkeys(range(layers), "layers")
+    if first is not None:
+        names = {n: "dense_layers" if n < first else "moe_layers" for n in range(layers)}
+    each = {n: layer(config, hf, n) for n in range(layers)}
+    for kind in set(names.values()):
+        own = [each[n] for n in range(layers) if names[n] == kind]
+        for key in own[0]:
+            if scan:
+                out[f"decoder.{kind}.{key}"] = np.stack([one[key] for one in own], axis=1)
+            else:
+                out |= {f"decoder.{kind}_{n}.{key}": one[key] for n, one in enumerate(own)}
+    return {PREFIX + key: np.ascontiguousarray(array) for key, array in out.items()}
+
+
+def layer(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], number: int) -> Arrays:
+    """Returns the arrays of one layer."""
+    model, at = config["architectures"][0], f"model.layers.{number}."
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    groups = config.get("num_key_value_heads", heads)
+    out = {
+        "pre_self_attention_layer_norm.scale": hf[f"{at}input_layernorm.weight"],
+        "post_self_attention_layer_norm.scale": hf[f"{at}post_attention_layernorm.weight"],
+    }
+    counts = {"query": heads, "key": groups, "value": groups, "wq_b": heads, "wkv_b": heads}
+    for name, stored in ATTENTION.items():
+        if (found := hf.get(f"{at}self_attn.{stored}")) is None:
+            continue
+        module, kind = name.split(".")
+        if kind == "kernel":
+            found = found.T
+        if module == "out":
+            found = found.reshape(heads, -1, found.shape[-1])
+        elif module in counts:
+            found = found.reshape(*found.shape[:-1], counts[module], -1)
+        if kind == "kernel" and module in ("query", "key") and turns_neighbours(config):
+            halves = np.split(found, 2, axis=-1)
+            found = np.stack(halves, axis=-1).reshape(found.shape)
+        if name == "query.kernel" and model in SCALED:
+            factor = np.float32(1 / np.sqrt(width))
+            found = (found.astype(np.float32) * factor).astype(found.dtype)
+        out[f"self_attention.{name}"] = found
+    mlp = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+    for prefix, module in (
+        ("mlp", "mlp"),
+        ("DeepSeekMoeBlock_0.shared_experts", "mlp.shared_experts"),
+    ):
+        for name, stored in mlp.items():
+            if (found := hf.get(f"{at}{module}.{stored}.weight")) is not None:
+                out[f"{prefix}.{name}.kernel"] = found.T
+    if model in EXPERTS:
+        prefix, module, parts = EXPERTS[model]
+        if (found := hf.get(f"{at}{module}.gate.weight")) is not None:
+            out[f"{prefix}.gate.kernel"] = found.T
+            count = config.get("num_local_experts") or config.get("num_experts")
+            count = count or config["n_routed_experts"]
+            for name, part in zip(mlp, parts, strict=True):
+                every = [hf[f"{at}{module}.experts.{e}.{part}.weight"].T for e in range(count)]
+                out[f"{prefix}.{name}"] = np.stack(every)
+        if (found := hf.get(f"{at}{module}.gate.e_score_correction_bias")) is not None:
+            out[f"{prefix}.gate.bias"] = found
+    return out
+
+
+def turns_neighbours(config: Mapping[str, Any]) -> bool:
+    """Returns whether MaxText has rope_type llama3.1 for the model."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling.get("rope_type") == "llama3"
+
+
+# ------------------------------------------------------------------------ files, on both sides
+
+
+def write(path: Path, arrays: Arrays) -> None:
+    """Writes arrays; bfloat16, which numpy does not store, as the same bits."""
+    content: dict[str, Any] = {f"{a.dtype}|{key}": _bits(a) for key, a in arrays.items()}
+    np.savez(path, **content)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+def read(path: Path) -> Arrays:
+    out = {}
+    with np.load(path) as file:
+        for name in file.files:
+            dtype, _, key = name.partition("|")
+            array = file[name]
+            out[key] = array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
+    return out
+
+
+# ------------------------------------------------------------------------------- the tests' side
+
+
+def by_orbax(*arguments: Any) -> None:
+    """Runs this file under the Python of the environment with Orbax."""
+    done = subprocess.run(
+        [PYTHON, __file__, *map(str, arguments)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def save(arrays: Arrays, folder: Path, *how: str) -> Path:
+    """Lets Orbax write a checkpoint, in its directory `items`, and returns the directory above."""
+    folder.mkdir(parents=True)
+    write(folder / "arrays.npz", arrays)
+    by_orbax("save", folder / "arrays.npz", folder / "0" / "items", *how)
+    return folder / "0"
+
+
+def restore(items: Path, scratch: Path) -> Arrays:
+    """Lets Orbax read a checkpoint."""
+    by_orbax("restore", items, scratch / "restored.npz")
+    return read(scratch / "restored.npz")
+
+
+# ------------------------------------------------------------------------------- Orbax's side
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in flat.items():
+        *outer, last = key.split(".")
+        inner = out
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return out
+
+
+def _flat(tree: Any, prefix: str = "") -> Arrays:
+    if not isinstance(tree, dict):
+        return {prefix: np.asarray(tree)}
+    return {
+        k: v
+        for name, inner in tree.items()
+        for k, v in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
+    }
+
+
+def main(what: str, source: str, target: str, *how: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    if what == "restore":
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        handler = ocp.PyTreeCheckpointHandler()
+        checkpointer = ocp.Checkpointer(handler)
+        metadata = checkpointer.metadata(source).item_metadata.tree
+        args = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=one), metadata)
+        found = checkpointer.restore(source, args=ocp.args.PyTreeRestore(restore_args=args))
+        write(Path(target), _flat(found))
+        return
+    arrays: dict[str, Any] = {key: jnp.asarray(a) for key, a in read(Path(source)).items()}
+    content = _nested(arrays)
+    if "state" in how:
+        # a training's state: Adam's moments, counts, and the number of the step
+        moments = {key: jnp.zeros(a.shape, jnp.float32) for key, a in arrays.items()}
+        adam = {"mu": _nested(moments), "nu": _nested(moments), "count": jnp.int32(7)}
+        content |= {"opt_state": {"0": adam}, "step": jnp.int32(7)}
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt="ocdbt" in how, use_zarr3="zarr3" in how)
+    ocp.Checkpointer(handler).save(target, args=ocp.args.PyTreeSave(content))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
