@@ -82,7 +82,8 @@ it cannot load latent attention without a latent of the queries (`deepseek-v3-pl
 The dialect tells which model of Megatron-Core loads the checkpoint: `gpt` GPTModel, `hybrid`
 HybridModel (mckpt writes it with `--dialect hybrid`), `bert` BertModel, and `t5` T5Model; `bridge`
 and `bridge_gemma4` are a GPTModel with layers of Megatron-Bridge's own, and `parallel_mamba` is its
-FalconH1Model; `mcore_bridge` and `mcore_bridge_gdn` are the GPTModels of ms-swift.
+FalconH1Model; `mcore_bridge`, `mcore_bridge_gdn` and `mcore_bridge_gemma4`
+are the GPTModels of ms-swift.
 """
 SIZES = """
 ## The parallel sizes

@@ -119,7 +119,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def named_as(self, other: Checkpoint) -> Self:
         """Returns this checkpoint. If it is a Hugging Face directory without a known family, reads
-        it with the family file that `other` keeps.
+        it with the family file that `other` keeps; without the tensors that no layer computes with,
+        if `other` does not have them.
         """
         own, theirs = self.model.options.mapping, other.model.options.mapping
         if not self.is_megatron and not own and theirs:
@@ -127,7 +128,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 _ = self.mapping
             except MappingError:
                 return self.open(self.path, self.files.options.with_(mapping=theirs))
-        return self
+        keeps = self.is_megatron or not self.mapping.has_unread
+        return self if keeps else self.without_unread(other.names)
+
+    def without_unread(self, other: Names) -> Self:
+        """Returns this checkpoint, without the tensors that no layer computes with if `other` does
+        not have them.
+        """
+        lacking = self.mapping.has_unread and self.names.unread_beyond(other)
+        return replace(self, model=replace(self.model, unread=False)) if lacking else self
 
     def with_dims(self, dims: Dims) -> Self:
         return replace(self, model=replace(self.model, given_dims=dims))

@@ -43,6 +43,7 @@ class ModelDescription:
 
     files: CheckpointFiles
     given_dims: Dims | None = None  # if set, replaces `stored_dims`
+    unread: bool = True  # with the tensors that no layer computes with
 
     @cached_property
     def options(self) -> SourceOptions:
@@ -483,6 +484,7 @@ class ModelDescription:
         file = self.mapping
         if self.files.options.no_mtp and not self.files.is_megatron:
             file, dims = file.without_mtp(dims), self.dims
+        file = file if self.unread else file.without_unread()
         stated = self.mapping.choices_in(common.stated if common else {})
         if self.files.opened.format.fixed_sizes:
             try:

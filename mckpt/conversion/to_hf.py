@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,8 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     unchanged = carried.of(source.layout)
     form = form_of(source, family)
     names = Names(family, source.dims, {} if form is None else {"form": form}, Parallel())
+    if family.has_unread and names.unread_beyond(source.names):
+        names = replace(names, mapping=family.without_unread())
     refuse_misfit(source, names, family.path.name)
     request = HuggingFaceRequest(
         names,

@@ -234,8 +234,9 @@ def _with_layer_keys(decided: Decided, args: Args) -> Decided:
     refuse_stacked_keys(decided.target, decided.destination.format, args.implied_layers)
     names = decided.names
     names = replace(names, choices={**names.choices, "layers": args.layers})
-    refuse_misfit(decided.moved, names, "Megatron")
-    return structs.replace(decided, names=names)
+    moved = decided.moved.without_unread(names)
+    refuse_misfit(moved, names, "Megatron")
+    return structs.replace(decided, names=names, moved=moved)
 
 
 def _optimizer_entries(decided: Decided) -> tuple[list[list[dict[str, Any]]], list[Scaler]]:

@@ -45,6 +45,20 @@ class Names:
         """The mapping's rules that apply to this model."""
         return self.mapping.bind(self.scope())
 
+    def unread_beyond(self, other: Names) -> bool:
+        """Returns whether it has tensors with `absent` that `other` does not have."""
+
+        def places(names: Names, unread: bool) -> set[tuple[str, int]]:
+            return {
+                (tensor, layer)
+                for b in names.bound
+                if b.rule.absent is not None or not unread
+                for tensor in b.rule.of
+                for layer in b.instances()[0].tolist()
+            }
+
+        return not places(self, True) <= places(other, False)
+
     @property
     def objects(self) -> list[Bound]:
         """The mapping's rules of objects that are not tensors."""

@@ -41,6 +41,7 @@ from mckpt.mapping.towers import Tower
 
 Dims = dict[str, Any]
 NO_MTP = "of multi-token prediction, which --no-mtp leaves out"
+UNREAD = "no layer computes with it, and the other checkpoint does not have it"
 Scope = Mapping[str, Any]  # dims, choices, and values derived from them
 
 
@@ -284,6 +285,19 @@ class MappingFile(Struct, frozen=True):
             if rule.mtp
         }
         return replace(self, ignore={**self.ignore, **keys})
+
+    @property
+    def has_unread(self) -> bool:
+        """Returns whether it has tensors with which no layer computes."""
+        return any(rule.absent is not None for rule in self.rules)
+
+    def without_unread(self) -> MappingFile:
+        """Returns this file as it reads a model without the tensors with `absent`: they are ignored
+        where they are stored.
+        """
+        unread = {rule.key: UNREAD for rule in self.rules if rule.absent is not None}
+        rules = tuple(rule for rule in self.rules if rule.absent is None)
+        return replace(self, rules=rules, ignore={**self.ignore, **unread})
 
     def num_numbers(self, dims: Mapping[str, Any]) -> int:
         """Returns how many layers the decoder has, as this file numbers them."""

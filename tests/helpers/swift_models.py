@@ -37,6 +37,7 @@ PACKAGES = ("modelscope", "json_repair", "trl", "accelerate", "datasets")
 def prepare() -> None:
     """Imports what the cases need, before they are forked."""
     bridge.without_device(PACKAGES)
+    bridge.sizes_of_two_kinds_of_layers()
 
 
 def run(cases: list[dict[str, Any]], out: Path) -> int:
@@ -69,10 +70,13 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
 
     source = Path(case["source"])
     published = AutoConfig.from_pretrained(source)
+    text_config = published.get_text_config()
+    # as ms-swift has it (swift/utils/hf_config.py, compat_zero3)
+    published.hidden_size = text_config.hidden_size
     given = hf_to_mcore_config(published)
     if given.get("experimental_attention_variant") == "gated_delta_net":
         # the layers of the tiny models are at no regular interval, as those of published ones
-        kinds = published.get_text_config().layer_types
+        kinds = text_config.layer_types
         linear = [int(kind == "linear_attention") for kind in kinds]
         given["linear_attention_freq"] = json.dumps(linear, separators=(",", ":"))
         from mcore_bridge.model.modules import gated_delta_net
@@ -80,15 +84,20 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
         # of FLA, whose kernels need a GPU
         gated_delta_net.l2norm = local_stack.l2norm
         given["deterministic_mode"] = True
+    if published.model_type == "gemma4":
+        # with megatron_extra_kwargs of ms-swift: without it, the layers lie in stacks, and a stack
+        # of layers with other head sizes cannot be saved
+        given["hetereogenous_dist_checkpoint"] = True
     config = ModelConfig(params_dtype=torch.float32, use_cpu_initialization=True, **given)
     (model,) = get_mcore_model(config)
     config.bridge.load_weights([model], str(source))
     saved = Path(case["saved"])
     saved.mkdir(parents=True)
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+    weights = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    weights = {name: t for name, t in weights.items() if t.is_floating_point()}
+    for weight in weights.values():
+        weight.fill_(float("nan"))
     wanted = {"model": model.sharded_state_dict()}
     state, unread, lacking = dist_checkpointing.load(
         wanted, case["checkpoint"], strict=StrictHandling.RETURN_ALL
@@ -97,7 +106,7 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
     unread = {key for key in unread if not key.endswith("._extra_state")}
     assert not unread and not lacking, (unread, lacking)
     model.load_state_dict(state["model"])
-    unloaded = [name for name, p in model.named_parameters() if p.isnan().any()]
+    unloaded = [name for name, weight in weights.items() if weight.isnan().any()]
     held = load_file(source / "model.safetensors")
     exported = dict(config.bridge.export_weights([model]))
     # it exports these two apart
@@ -113,8 +122,13 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
     hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
+    more = (
+        {"mm_token_type_ids": torch.zeros_like(tokens)} if published.model_type == "gemma4" else {}
+    )
     with torch.no_grad():
-        found = model.eval()(tokens, positions, hidden)[..., : logits.shape[-1]].float().numpy()
+        found = (
+            model.eval()(tokens, positions, hidden, **more)[..., : logits.shape[-1]].float().numpy()
+        )
     return {
         **result,
         "difference": float(np.abs(found - logits).max()),
