@@ -730,9 +730,14 @@ class SyncOptions(Table, frozen=True):
     )
     allow_overflow: bool = LIVE("As for the run of a conversion.", False)
     snapshot: bool = LIVE("Each call first copies the weights of this rank on its device.", False)
+    delta: Literal["host", "device"] | None = LIVE(
+        "Yield what changed since the call before, which is kept there."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.delta and (self.slices or self.quantize):
+            raise UsageError("delta: has whole tensors of one dtype; leave out slices, quantize")
         if self.adapter == "only" and (self.dtype or self.quantize):
             raise UsageError(
                 "adapter='only': its tensors keep their dtype; leave out dtype, quantize"

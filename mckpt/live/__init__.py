@@ -4,9 +4,22 @@ to other programs, and writes it as a checkpoint. `docs/live.md` shows how.
 Every function is called by all ranks of the model, and fails on all of them or on none.
 """
 
+from mckpt.live.deltas import Delta, Deltas, apply_delta
 from mckpt.live.loading import load
 from mckpt.live.model import Described, describe
 from mckpt.live.saving import save, save_hf
 from mckpt.live.syncing import Slice, Sync, hf_tensors
 
-__all__ = ["Described", "Slice", "Sync", "describe", "hf_tensors", "load", "save", "save_hf"]
+__all__ = [
+    "Delta",
+    "Deltas",
+    "Described",
+    "Slice",
+    "Sync",
+    "apply_delta",
+    "describe",
+    "hf_tensors",
+    "load",
+    "save",
+    "save_hf",
+]

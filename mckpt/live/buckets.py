@@ -128,11 +128,13 @@ def plan(
     slices: bool,
     world: int,
     own: int,
+    sent: bool = False,
 ) -> Buckets:
     """Returns the plan by which the rank `own` sends the model's tensors in buckets of at most
     `most` bytes, to which the alignment of the segments may add ALIGN for each rank.
 
     model: as `collected` returns it, also with an adapter merged into it; or its adapters.
+    sent: parts that all receivers hold are sent too, and the elements of a bucket have one size.
 
     Raises the errors of a conversion to Hugging Face, and UsageError for a tensor that is larger
     than a bucket, unless `slices` allows to cut it.
@@ -161,7 +163,7 @@ def plan(
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
-    buckets = list(_buckets(tensors, joined, model, most // 2, own))
+    buckets = list(_buckets(tensors, joined, model, most // 2, own, sent))
     return Buckets(config, joined, buckets, most)
 
 
@@ -242,11 +244,17 @@ def _cut(layout: Layout, units: Mapping[str, int], most: int) -> Layout:
 
 
 def _buckets(
-    tensors: list[ExportedTensor], joined: Joined, model: Checkpoint, most: int, own: int
+    tensors: list[ExportedTensor],
+    joined: Joined,
+    model: Checkpoint,
+    most: int,
+    own: int,
+    sent: bool,
 ) -> Iterator[Bucket]:
     """Yields the buckets: tensors of the same receivers, in the order of their places.
 
-    most: bytes of a bucket of several tensors; two such are on their way at a time.
+    most: bytes of a bucket of several tensors; two such are on their way at a time. sent: as for
+    `plan`.
     """
     copies = joined.copies
     where = (copies["dst_file"].astype("i8") << FILE) + copies["dst_at"]
@@ -254,16 +262,17 @@ def _buckets(
     tensor = np.searchsorted(starts, where, "right") - 1
     items = np.array([itemsize(cast.target) for cast in joined.casts], "i8")[copies["cast"]]
     nbytes = copies["rows"] * copies["run"] * items
-    rank, shift = _senders(copies, [t.to for t in tensors], tensor, model, own)
+    receivers = [frozenset([OWN]) if sent else t.to for t in tensors]  # no rank is OWN
+    rank, shift = _senders(copies, receivers, tensor, model, own)
     columns = rank, shift, items
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
-    sets: dict[frozenset[int], list[int]] = {}
+    sets: dict[tuple[frozenset[int], int], list[int]] = {}
     for number, one in enumerate(tensors):
         if one.to:
-            sets.setdefault(one.to, []).append(number)
-    for to, numbers in sets.items():
+            sets.setdefault((one.to, itemsize(one.dtype) * sent), []).append(number)
+    for (to, _), numbers in sets.items():
         chosen: list[int] = []
         size = 0
         for number in numbers:

@@ -16,6 +16,7 @@ from mckpt.errors import UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.live.adapters import LiveTensors, Products, chosen
 from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, plan
+from mckpt.live.deltas import Deltas, Kept
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
 from mckpt.live.quantising import quantised
@@ -76,6 +77,7 @@ class Sync:
         allow_inexact: Collection[str] = (),
         allow_overflow: bool = False,
         snapshot: bool = False,
+        delta: Literal["host", "device"] | None = None,
         **described: Unpack[Described],
     ) -> None:
         """Makes the plan, and proves that it has every element of every parameter once.
@@ -95,6 +97,8 @@ class Sync:
 
         snapshot: each call first copies the weights of this rank on its device, and gives the
             values of that moment. Without it, weights must not change while a call runs.
+        delta: a call returns `Deltas`: what changed since the call before, whose values each rank
+            keeps on the "host" or the "device".
 
         Raises one error on all ranks: those of a conversion to Hugging Face, or UsageError for a
         tensor that is too large for the buckets, or if the ranks give other keywords.
@@ -109,6 +113,7 @@ class Sync:
             "allow_inexact": set(allow_inexact),
             "allow_overflow": allow_overflow,
             "snapshot": snapshot,
+            "delta": delta,
             **stated(described),
         }
 
@@ -133,7 +138,7 @@ class Sync:
 
         self._factors: Sync | None = None
         found, merged, form = own_result(wanted)
-        self._make(found, target, most, to)
+        self._make(found, target, most, to, delta)
         if merged is not None and form is not None:
             self._products = own_result(lambda: Products(self._plan, form))
             needed = self._products.needed
@@ -149,10 +154,17 @@ class Sync:
         found._make(adapter, TargetOptions(formats.HUGGING_FACE), None, to)
         return found
 
-    def _make(self, model: Checkpoint, target: TargetOptions, most: int | None, to: To) -> None:
+    def _make(
+        self,
+        model: Checkpoint,
+        target: TargetOptions,
+        most: int | None,
+        to: To,
+        delta: Literal["host", "device"] | None = None,
+    ) -> None:
         """Makes the plan. The arguments are those of `plan`."""
         self.rank, self.world = rank_and_world()
-        args = target, most, to, self.slices, self.world, self.rank
+        args = target, most, to, self.slices, self.world, self.rank, delta is not None
         self._plan = own_result(lambda: plan(model, *args), _digest)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.device
@@ -164,6 +176,7 @@ class Sync:
             for bucket in self._plan.listed
         ]
         self._steps = even_rooms(self._steps, self._plan.most)
+        self._kept = Kept(self, delta) if delta else None
         self._side = None
         if self._device.type == "cuda":
             import torch
@@ -190,7 +203,11 @@ class Sync:
         """Returns the names of the tensors, in the order in which they come."""
         return list(self.tensors)
 
-    def __call__(self) -> Iterator[Any]:
+    def __call__(self) -> Any:
+        """Returns an iterator as of `_given_now`, or with `delta` the `Deltas`."""
+        return self._given_now() if self._kept is None else Deltas(self._kept)
+
+    def _given_now(self) -> Iterator[Any]:
         """Yields the name and the tensor of each tensor that this rank receives, or a `Slice`.
 
         While the caller uses the tensors of a bucket, the next one is on its way, unless both and a
@@ -213,11 +230,7 @@ class Sync:
 
     def _given(self) -> Iterator[Any]:
         """Does the work of a call, with the weights where they are now or were kept."""
-        # flags that are not 0 for values that were infinite, and the numbers of their tensors
-        self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
-        if self._factors is not None:
-            self._factors._refused = self._refused
-            self._products.take(self._factors._given())
+        self._begin()
         sent: list[_SentBucket] = []
         for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
             if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
@@ -227,6 +240,16 @@ class Sync:
                 yield from self._tensors(sent.pop(0))
         if sent:
             yield from self._tensors(sent.pop())
+        self._end()
+
+    def _begin(self) -> None:
+        # flags that are not 0 for values that were infinite, and the numbers of their tensors
+        self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
+        if self._factors is not None:
+            self._factors._refused = self._refused
+            self._products.take(self._factors._given())
+
+    def _end(self) -> None:
         if self._checks:
             gathered(self._check)
         if self._factors is not None:
@@ -259,21 +282,30 @@ class Sync:
         the bucket.
         """
         import torch
+
+        buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self._device)
+        if self._refused is None:
+            self._copy(steps.send, bucket, buffer)
+        return self._exchange(bucket, steps, buffer)
+
+    def _exchange(self, bucket: Bucket, steps: Steps, buffer: torch.Tensor) -> _SentBucket:
+        """Begins to send the segments of a bucket, of which `buffer` has that of this rank."""
+        import torch
         import torch.distributed as dist
 
         start, size = bucket.segments.get(self.rank, (0, 0))
         receives = self.rank in bucket.to
-        buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self._device)
-        if self._refused is None:
-            self._copy(steps.send, bucket, buffer)
         own = buffer[start : start + size] if receives else buffer[:size]
         parts = {
             rank: buffer[at : at + count] if receives else own
             for rank, (at, count) in bucket.segments.items()
         }
         works: list[Any] = []
-        if len(bucket.to) == self.world:
-            if len(parts) == self.world and size * self.world == bucket.nbytes:
+        if self.world == 1:
+            pass
+        elif len(bucket.to) == self.world:
+            sizes = {count for _, count in bucket.segments.values()}
+            if len(parts) == self.world and len(sizes) == 1:
                 whole = buffer[: bucket.nbytes]
                 works = [call(dist.all_gather_into_tensor, whole, own, async_op=True)]
             elif dist.get_backend() == "nccl" and len(parts) > 1:

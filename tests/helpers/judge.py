@@ -482,6 +482,8 @@ def live_case(case: Case) -> dict[str, Any]:
         return live_cases.run_whole(case, build.build(args, args.params_dtype), args)
     if "lora" in case:
         return live_cases.run_lora(case, build.build(args, args.params_dtype), args)
+    if "deltas" in case:
+        return live_cases.run_deltas(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 

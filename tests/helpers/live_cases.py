@@ -36,6 +36,10 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        -> wrong: {name of a check: what differs, on any rank}
        hands: true does what a user may do wrong (`hands`), with `sources`: two directories of the
        same shapes
+       deltas: the shares of the elements that change, one after the other, `times` over, with
+       `like` and `options` of Sync: the deltas must make the tensors of a whole Sync
+       -> wrong: {number: what differs}, errors: of each of the faults of `run_deltas`
+       -> sent: {share: [bytes that all ranks sent for the deltas, and for all tensors]}
        options: of mckpt.trainer.train, for `trains`
        -> errors: of each of these, one for each rank, by a name
        fault: makes the first load fail (FAULTS)
@@ -52,6 +56,7 @@ import copy
 import functools
 import runpy
 import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -182,6 +187,132 @@ def fresh(chunks: list[Any]) -> list[Any]:
     return [Float16Module(chunk.config, chunk) for chunk in chunks]
 
 
+@torch.no_grad()
+def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
+    """Changes a model again and again, and compares what deltas make with a whole Sync."""
+    load.load(chunks, args, case["checkpoint"])
+    like, options = case["like"], {"bucket_bytes": "96KiB", **case.get("options", {})}
+    whole = live.Sync(chunks, like=like, **options)
+    sync = live.Sync(chunks, like=like, delta="host", **options)
+    wrong: dict[str, list[str]] = {}
+    sent: dict[str, list[int]] = {}
+    right = on_the_host(whole())
+    engine = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
+    version = live.apply_delta(engine, sync(), 0)
+    wrong["first"] = unlike(engine, right)
+    for number in range(case["times"]):
+        for share in case["deltas"]:
+            change(chunks, share, number)
+            with counted_bytes() as full:
+                right = on_the_host(whole())
+            before, deltas = version, sync()
+            assert deltas.base_version == version
+            with counted_bytes() as some:
+                version = live.apply_delta(engine, deltas, version)
+            assert version == before + 1
+            wrong[f"{number} {share}"] = unlike(engine, right)
+            sent[str(share)] = [some[0], full[0]]
+    return {"wrong": wrong, "sent": sent, **delta_faults(chunks, like)}
+
+
+def change(chunks: list[Any], share: float, seed: int) -> None:
+    """Changes low bits of about a share of the values. The value of an element decides, so that all
+    copies of a weight stay equal.
+    """
+    for _, weight in load.weights(chunks):
+        bits = weight.view(-1).view(torch.int16)
+        drawn = ((bits.long() + 40_000) * (2 * seed + 7_919) % 100_003) % 10_007
+        bits[drawn < share * 10_007] ^= 1 + seed % 7
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Yields a list whose only number is, at the end, the bytes that all ranks have sent."""
+    total, rank = [0], dist.get_rank()
+
+    def counting(name: str, of: Callable[..., int]) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            total[0] += of(*args)
+            return function(*args, **keywords)
+
+        return call
+
+    sizes: dict[str, Callable[..., int]] = {
+        "all_reduce": lambda tensor: tensor.nbytes,
+        "all_gather_into_tensor": lambda out, own: own.nbytes,
+        "broadcast": lambda tensor, source: tensor.nbytes * (source == rank),
+        "batch_isend_irecv": lambda listed: sum(
+            one.tensor.nbytes for one in listed if one.op is dist.isend
+        ),
+    }
+    kept = {name: getattr(dist, name) for name in sizes}
+    for name, of in sizes.items():
+        setattr(dist, name, counting(name, of))
+    try:
+        yield total
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+        every = torch.tensor(total)
+        dist.all_reduce(every)
+        total[0] = int(every)
+
+
+def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
+    """Does what goes wrong with deltas; behind each fault all tensors must come right again."""
+    rank, errors, seconds = dist.get_rank(), dict[str, list[str]](), dict[str, float]()
+    whole = live.Sync(chunks, like=like)
+    sync = live.Sync(chunks, like=like, delta="device", bucket_bytes="96KiB")
+    engine = {name: torch.zeros_like(tensor) for name, tensor in whole()}
+    version, wrong = live.apply_delta(engine, sync(), 0), dict[str, list[str]]()
+    kept = sync._kept
+
+    def one_version() -> int:
+        kept.version += rank == 1
+        return version + (rank == 1)
+
+    def unfit() -> int:
+        kept.held[0] = kept.held[0][: len(kept.held[0]) - (rank == 1)]
+        return version
+
+    def early() -> int:
+        for _ in sync() if rank == 1 else ():
+            break
+        return version
+
+    def other_values() -> int:
+        if rank == 1:
+            engine[next(iter(engine))] += 1
+        return version
+
+    def another_base() -> int:
+        return version + (rank == 2)
+
+    for fault in (one_version, unfit, early, other_values, another_base):
+        change(chunks, 0.1, len(errors))
+        started, error = time.monotonic(), ""
+        held, number = list(kept.held), kept.version
+        try:
+            asked = fault()
+            if fault is not early or rank != 1:
+                version = live.apply_delta(engine, sync(), asked)
+        except MckptError as found:
+            error = str(found)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, error)
+        name = fault.__name__
+        errors[name], seconds[name] = every, time.monotonic() - started
+        if name == "one_version":
+            kept.version = number
+        if name == "unfit":
+            kept.held = held
+        version = live.apply_delta(engine, sync(), version)
+        wrong[name] = unlike(engine, on_the_host(whole()))
+    return {"errors": errors, "seconds": seconds, "after": wrong}
+
+
 # keyword of Sync -> its value on rank 0, and on the others
 UNLIKE: dict[str, tuple[Any, Any]] = {
     "bucket_bytes": (65536, "1MiB"),
@@ -192,6 +323,7 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
     "adapter": ("none", "merged"),
     "snapshot": (True, False),
     "allow_overflow": (True, False),
+    "delta": ("host", None),
     "vocab_size": (None, 131),
 }
 

@@ -49,6 +49,7 @@ KEYWORDS = (
     "adapter",
     "snapshot",
     "allow_overflow",
+    "delta",
     "vocab_size",
 )
 # args of pipelines whose stages do not have the same number of layers

@@ -1,0 +1,394 @@
+"""What changed in a live model since the last call of a `Sync`, before anything is gathered.
+
+Each rank keeps the segments that it sends (`live.buckets`) as they were. It packs a segment anew,
+compares the two, and sends the places in the bucket of what changed, with the values. By the plan,
+which all ranks have, a place is an element of a tensor:
+
+    bucket   [segment of rank 0 | segment of rank 2]     place 7 --> q_proj.weight, element 40
+              q rows 0..8, k rows 0..4 ...
+
+The digest of a tensor is the sum of a number for each element, made of its index and its bits. So
+each rank adds the part of what it sends, and nobody needs the whole tensor for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from mckpt.errors import MckptError, SourceError, UsageError
+from mckpt.live.buckets import ALIGN, Bucket
+from mckpt.live.steps import steps_of
+from mckpt.live.together import call, gathered, lost
+from mckpt.values.dtypes import itemsize
+
+if TYPE_CHECKING:
+    import torch
+
+# of the elements of a bucket; where more have changed, it is sent whole. A change takes 6 bytes for
+# an element of 2, so this bounds what is sent to three quarters.
+SHARE = 0.25
+PIECE = 1 << 22  # elements that are compared or added up at once
+INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes: the bits of an element
+STEPS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd numbers without a pattern
+
+
+class Delta(NamedTuple):
+    """What changed in a tensor."""
+
+    name: str
+    indices: torch.Tensor | None  # of the elements of the flat tensor, ascending; None: all
+    values: torch.Tensor  # of these elements, or the whole tensor
+    digest: int  # of the whole tensor afterwards
+
+
+class Deltas:
+    """What changed since the last call: iterating yields a `Delta` for each tensor that this rank
+    receives and that has changed. All ranks iterate to the end.
+
+    base_version: the version to which it is to be applied; 0 if all tensors come whole.
+    version: the version afterwards.
+    nbytes: the bytes of all segments that were sent so far.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.base_version, self.version = kept.version * kept.valid, kept.version + 1
+        self.refused: MckptError | None = None  # why this rank cannot apply them
+        self.nbytes, self._kept = 0, kept
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Raises one error on all ranks: before anything is yielded, if a rank is at another
+        version or its weights are not as the plan has them; and at a later bucket, if a rank stops
+        early. The next call then sends all tensors whole.
+        """
+        return self._kept.given(self)
+
+
+class Kept:
+    """The values of the last call on this rank, and the work of a call."""
+
+    def __init__(self, sync: Any, where: Literal["host", "device"]) -> None:
+        """sync: a `Sync`, which has made its plan."""
+        self.sync, self.where, self.version, self.valid = sync, where, 0, False
+        self.places = [_Places(bucket, sync._device) for bucket in sync._plan.listed]
+        self.held: list[torch.Tensor | None] = [None] * len(self.places)
+        self.digests: list[Any] = [0] * len(self.places)
+        pack = [bucket._replace(to=frozenset()) for bucket in sync._plan.listed]
+        given = sync._plan.joined.casts, sync.rank, sync.memory, sync._is_special
+        self.pack = [(bucket, steps_of(bucket, *given)) for bucket in pack]
+
+    def given(self, of: Deltas) -> Iterator[Delta]:
+        sync = self.sync
+        sync.memory.complete()
+        sync.memory.refresh()
+        versions = {"version": of.version, "base_version": of.base_version}
+        gathered(lambda: self._refuse(of), stated=lambda _: versions)
+        sync._refused, at = None, 0
+        if sync.snapshot:
+            sync.memory.keep()
+        base, self.valid = of.base_version, False
+        try:
+            sync._begin()
+            for at in range(len(self.places)):
+                yield from self._bucket(at, base > 0, of)
+            at = len(self.places)
+            self._agree(at, None)
+            sync._end()
+            self.version, self.valid = of.version, True
+        except GeneratorExit:
+            early = MckptError("a rank has stopped before it had all deltas; iterate to the end")
+            with suppress(MckptError):
+                self._agree(at + 1, None, early)
+            raise
+        finally:
+            sync.memory.refresh()
+
+    def _refuse(self, of: Deltas) -> None:
+        """Raises the error that this rank finds before a call."""
+        self.sync.memory.refuse_changed()
+        if of.refused is not None:
+            raise of.refused
+        if of.version != self.version + 1:
+            raise UsageError(f"these are the deltas of version {of.version}; call the Sync again")
+        for held, places in zip(self.held, self.places, strict=True) if of.base_version else ():
+            count = places.count[self.sync.rank]
+            if held is None or held.shape != (count,) or held.dtype is not places.bits:
+                raise UsageError(
+                    "the values that this rank has kept do not fit the plan; make the Sync again"
+                )
+
+    def _bucket(self, at: int, based: bool, of: Deltas) -> Iterator[Delta]:
+        """Does the work for a bucket, and yields what this rank receives of it."""
+        sync, places = self.sync, self.places[at]
+        failed: Exception | None = None
+        found: _Found | None = None
+        try:
+            found = self._compare(at, based)
+        except Exception as error:  # of any kind, because the other ranks wait for this one
+            failed = error
+        counts, sums = self._agree(at, found, failed)
+        assert found is not None
+        self.digests[at] = self.digests[at] * based + sums
+        digests = self.digests[at].tolist()
+        bucket = sync._plan.listed[at]
+        if not based or sum(counts) > SHARE * sum(places.count.values()):
+            of.nbytes += bucket.nbytes
+            sent = sync._send(bucket, sync._steps[at])
+            self._keep(at, found)
+            listed = zip(bucket.tensors, sync._received(sent)[0], strict=False)
+            # strict=False: a rank that does not receive the bucket has no tensors
+            for number, (tensor, whole) in enumerate(listed):
+                yield Delta(tensor.name, None, whole, digests[number])
+        elif any(counts):
+            segments, end = dict[int, tuple[int, int]](), 0
+            for rank, count in enumerate(counts):
+                if count:
+                    segments[rank] = end, places.room(count)
+                    end += places.room(count)
+            of.nbytes += end
+            packed = bucket._replace(segments=segments, nbytes=end)
+            self._keep(at, found)
+            keys, values = self._changed(at, packed, counts, found)
+            yield from places.split(bucket, keys, values, digests)
+
+    def _compare(self, at: int, based: bool) -> _Found:
+        """Returns what changed in this rank's segment of a bucket."""
+        import torch
+
+        sync, places, (bucket, steps) = self.sync, self.places[at], self.pack[at]
+        buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=sync._device)
+        sync._copy(steps.send, bucket, buffer)
+        new = buffer.view(places.bits)[: places.count[sync.rank]]
+        sums = torch.zeros(len(bucket.tensors), dtype=torch.int64, device=sync._device)
+        held, first = self.held[at], places.first[sync.rank]
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        most, count = SHARE * sum(places.count.values()), 0
+        for start in range(0, len(new), PIECE):
+            now = new[start : start + PIECE]
+            where = torch.arange(len(now), device=now.device)
+            if based and held is not None:
+                before = held[start : start + PIECE].to(now.device, non_blocking=True)
+                where = (now != before).nonzero()[:, 0]
+                before, now = before[where], now[where]
+            number, index = places.elements(where + (first + start))
+            mixed = _mixed(index, now)
+            sums.index_add_(0, number, mixed - _mixed(index, before) if based else mixed)
+            count += len(where)
+            if based and count <= most:  # else the bucket is sent whole
+                parts.append(((where + (first + start)).to(places.kind), now))
+        return _Found(new, count, sums, parts)
+
+    def _agree(
+        self, at: int, found: _Found | None, failed: Exception | None = None
+    ) -> tuple[list[int], torch.Tensor]:
+        """Returns the number of changes on each rank, and the sums of all ranks for the digests.
+        Behind the last bucket the ranks only tell each other that they are there.
+
+        Raises one error on all ranks if a rank has failed.
+        """
+        import torch
+        import torch.distributed as dist
+
+        sync, world = self.sync, self.sync.world
+        num = len(self.places[at].ends) if at < len(self.places) else 0
+        told = torch.zeros(1 + world + num, dtype=torch.int64, device=sync._device)
+        told[0] = int(failed is None)
+        if found is not None:
+            told[1 + sync.rank], told[1 + world :] = found.num, found.sums
+        if dist.is_initialized():
+            call(dist.all_reduce, told)
+        here, *counts = call(told[: 1 + world].tolist)
+        if here != world:
+
+            def fail() -> None:
+                if failed is not None:
+                    raise failed
+
+            gathered(fail)
+            raise lost("what changed in a bucket has not reached all ranks")
+        return counts, told[1 + world :]
+
+    def _keep(self, at: int, found: _Found) -> None:
+        """Keeps the values of a segment for the next call."""
+        import torch
+
+        held = self.held[at]
+        if held is None:
+            where = self.sync._device if self.where == "device" else torch.device("cpu")
+            pinned = self.where == "host" and self.sync._device.type == "cuda"
+            held = self.held[at] = torch.empty_like(found.new, device=where, pin_memory=pinned)
+        if found.num:
+            held.copy_(found.new)
+
+    def _changed(
+        self, at: int, bucket: Bucket, counts: list[int], found: _Found
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sends the changes of a bucket; returns the keys and the bits of those that this rank
+        receives, in the order of the keys.
+        """
+        import torch
+
+        sync, places, segments = self.sync, self.places[at], bucket.segments
+        receives = sync.rank in bucket.to
+        start, size = segments.get(sync.rank, (0, 0))
+        nbytes = bucket.nbytes if receives else size
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=sync._device)
+        if size:
+            place, bits = places.views(buffer[start * receives :][:size], found.num)
+            torch.cat([place for place, _ in found.parts], out=place)
+            torch.cat([values for _, values in found.parts], out=bits)
+        sent = sync._exchange(bucket, sync._steps[at], buffer)
+        for work in sent.works:
+            call(work.wait)
+        sync._refuse_lost(sent)
+        listed = segments.items() if receives else ()
+        views = [places.views(buffer[at:][:n], counts[rank]) for rank, (at, n) in listed]
+        if not views:
+            return torch.empty(0), torch.empty(0)
+        keys, order = places.keys(torch.cat([place for place, _ in views]).long()).sort()
+        return keys, torch.cat([bits for _, bits in views])[order]
+
+
+class _Found(NamedTuple):
+    """What changed in a segment."""
+
+    new: torch.Tensor  # the bits of all its elements
+    num: int  # of changes
+    sums: torch.Tensor  # what changes in the digest of each tensor
+    parts: list[tuple[torch.Tensor, torch.Tensor]]  # places in the bucket, and bits
+
+
+class _Places:
+    """Which element of which tensor is at a place of a bucket. A place counts elements, which have
+    one size in all tensors of the bucket. A key numbers the elements of all tensors in one row.
+    """
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        import torch
+
+        self.width = width = itemsize(bucket.tensors[0].dtype)
+        self.bits = getattr(torch, INTEGERS[width])
+        self.kind = torch.int32 if bucket.nbytes // width < 1 << 31 else torch.int64
+        sizes = np.array([np.prod(t.shape, dtype="i8") for t in bucket.tensors], "i8")
+        c, begins = bucket.copies, np.cumsum(sizes) - sizes
+        byte = np.array([t.byte for t in bucket.tensors], "i8")[bucket.tensor]
+        key = (c["dst_at"] - byte) // width + begins[bucket.tensor]
+        columns = bucket.at // width, key, c["run"], c["dst_pitch"] // width, c["dst_step"] // width
+        rows = [np.ascontiguousarray(column, "i8") for column in columns]
+        self.starts, *self.rows = (torch.from_numpy(row).to(device) for row in rows)
+        self.ends = torch.from_numpy(begins + sizes).to(device)
+        numel = c["rows"] * c["run"]
+        # of a rank: its first place, and its elements
+        self.first = defaultdict[int, int](
+            int, {r: a // width for r, (a, _) in bucket.segments.items()}
+        )
+        self.count = defaultdict[int, int](int)
+        for rank in self.first:
+            self.count[rank] = int(numel[bucket.rank == rank].sum())
+
+    def keys(self, places: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        copy = torch.searchsorted(self.starts, places, right=True) - 1
+        key, run, pitch, step = (row[copy] for row in self.rows)
+        inside = places - self.starts[copy]
+        return key + inside // run * pitch + inside % run * step
+
+    def elements(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the numbers of tensors in the bucket, and the indices in them."""
+        import torch
+
+        keys = self.keys(places)
+        number = torch.searchsorted(self.ends, keys, right=True)
+        return number, keys - torch.nn.functional.pad(self.ends, (1, 0))[number]
+
+    def room(self, count: int) -> int:
+        """Returns the bytes of so many places and values."""
+        return _aligned(count * self.kind.itemsize) + _aligned(count * self.width)
+
+    def views(self, segment: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the places and the bits in a segment of this room."""
+        place, bits = count * self.kind.itemsize, count * self.width
+        values = segment[_aligned(place) :][:bits].view(self.bits)
+        return segment[:place].view(self.kind), values
+
+    def split(
+        self, bucket: Bucket, keys: torch.Tensor, values: torch.Tensor, digests: list[int]
+    ) -> Iterator[Delta]:
+        """Yields the changes of each tensor."""
+        import torch
+
+        if not len(keys):
+            return
+        ends = torch.searchsorted(keys, self.ends).tolist()
+        begins = [0, *self.ends.tolist()]
+        for number, (tensor, first, last) in enumerate(
+            zip(bucket.tensors, [0, *ends], ends, strict=False)
+        ):
+            if first < last:
+                new = values[first:last].view(getattr(torch, tensor.dtype))
+                yield Delta(tensor.name, keys[first:last] - begins[number], new, digests[number])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _mixed(index: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Returns a number of 64 bits for each element."""
+    mixed = (index + 1) * STEPS[0] + bits.long() * STEPS[1]
+    mixed = (mixed ^ (mixed >> 31)) * STEPS[2]
+    return mixed ^ (mixed >> 29)
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Returns the digest of a whole tensor, as `Delta.digest`."""
+    import torch
+
+    bits = tensor.detach().reshape(-1).view(getattr(torch, INTEGERS[tensor.element_size()]))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), PIECE):
+        part = bits[start : start + PIECE]
+        total += _mixed(torch.arange(start, start + len(part), device=bits.device), part).sum()
+    return int(total)
+
+
+def apply_delta(weights: Mapping[str, torch.Tensor], deltas: Deltas, version: int) -> int:
+    """Applies deltas to tensors, in place, and returns the new version.
+
+    weights: contiguous tensors by their Hugging Face names, which are those of `version`.
+
+    Raises UsageError if the deltas build on another version, before anything changes; and
+    SourceError for a tensor that is missing or of another dtype, or that does not have the digest
+    that is stated afterwards. Of a `Sync`, all ranks then raise an error.
+    """
+    if deltas.base_version not in (0, version):
+        deltas.refused = UsageError(
+            f"the deltas build on version {deltas.base_version}, and the tensors are those of"
+            f" version {version}"
+        )
+    with closing(_items(deltas)) as listed:  # so that the other ranks learn of an error
+        for name, indices, values, stated in listed:
+            weight = weights.get(name)
+            if weight is None or weight.dtype is not values.dtype or not weight.is_contiguous():
+                raise SourceError(
+                    f"{name}: is not among the tensors, contiguous and {values.dtype}"
+                )
+            if indices is None:
+                weight.detach().copy_(values)
+            else:
+                weight.detach().view(-1)[indices] = values
+            if digest(weight) != stated:
+                raise SourceError(
+                    f"{name}: has another digest than is stated, so it was not that of version"
+                    f" {deltas.base_version}; make the Sync again"
+                )
+    return deltas.version
+
+
+def _items(deltas: Deltas) -> Generator[Delta, None, None]:
+    yield from deltas
