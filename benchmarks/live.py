@@ -3,6 +3,7 @@
     python -m benchmarks.live make 8b HF [--layers N]
     torchrun --nproc-per-node 2 -m benchmarks.live run HF --tp 2
     torchrun --nproc-per-node 2 -m benchmarks.live run HF --ep 2 --peer
+    torchrun --nproc-per-node 2 -m benchmarks.live run HF --tp 2 --delta device
 
 `make` writes a Hugging Face directory of a published shape with made-up weights. `run` builds its
 model over all ranks, with NCCL and a GPU for each rank or with gloo on the CPU, and fills it and
@@ -10,7 +11,7 @@ gathers its Hugging Face tensors in turn, `--rounds` times. With `--peer`, Megat
 the model, and fills and gathers the same one in the same run: AutoBridge.load_hf_weights and
 export_hf_weights. Both must set the same bits and yield the same tensors. `--quantize` gathers the
 codes of quantised weights too, and `--save` writes the model as a Hugging Face directory and as
-`torch_dist` in DIR.
+`torch_dist` in DIR. `--delta` gathers what changed where some shares of the elements have.
 
 Rank 0 prints JSON: seconds of each round; the most memory of the device that a round needed beside
 the model, in bytes; the bytes of all tensors; the seconds of the parts of each load on rank 0
@@ -63,6 +64,7 @@ def main() -> None:
     run.add_argument("--peer", action="store_true")
     run.add_argument("--quantize", choices=("fp8", "mxfp8"))
     run.add_argument("--save", type=Path, metavar="DIR")
+    run.add_argument("--delta", choices=("host", "device"))
     given = parser.parse_args()
     if given.command == "make":
         name, changed = SHAPES[given.shape]
@@ -143,6 +145,8 @@ def measure(given: argparse.Namespace) -> None:
             if name.endswith("load"):
                 bits[name] = sum(digest(weight) for weight in weights)
         assert len(set(bits.values())) == 1, f"the loads set different bits: {bits}"
+    if given.delta:
+        found["delta"] = changes(chunks, weights, given)
     if cuda:
         found["all_gather_bytes_per_s"] = bandwidth(1 << 30)
         for threads in (1, 4, 8, 16):
@@ -160,6 +164,36 @@ def saved(chunks: list[Any], given: argparse.Namespace, form: str) -> None:
     from mckpt import live
 
     live.save(chunks, given.save / form, format=form, like=given.hf, overwrite=True)
+
+
+def changes(chunks: list[Any], weights: list[Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the bytes, the seconds and the memory of a sync of what changed, by the share of the
+    elements that did: "whole" is that of the first call.
+    """
+    import torch
+
+    from mckpt import live
+
+    sync = live.Sync(chunks, like=given.hf, bucket_bytes=given.bucket_bytes, delta=given.delta)
+
+    def gather() -> int:
+        deltas = sync()
+        for delta in deltas:
+            del delta  # the memory of its bucket
+        return int(deltas.nbytes)
+
+    found: dict[str, Any] = {}
+    for number, share in enumerate(["whole", *("0", "0.001", "0.02", "0.1", "1") * given.rounds]):
+        for weight in weights if share != "whole" else ():
+            bits = weight.detach().view(-1).view(torch.int16)
+            torch.manual_seed(number * 1_000_003 + len(bits))  # the same for all replicas
+            for part in bits.split(1 << 24):
+                part ^= (torch.rand(len(part), device=part.device) < float(share)).short()
+        seconds, peak, nbytes = timed(gather)
+        entry = found.setdefault(share, {"s": [], "peak_bytes": [], "bytes": nbytes})
+        entry["s"].append(round(seconds, 4))
+        entry["peak_bytes"].append(peak)
+    return found
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, int, Any]:

@@ -53,6 +53,7 @@ from mckpt.version import __version__
 
 INDEX_NAME = INDEX[".safetensors"]
 FILE_BYTES = 2_000_000_000  # of new tensors whose changes are in one file
+BLOCK = 1 << 20  # bytes of a tensor in memory at once, which a core's cache holds
 POSITIONS = 1 << 32  # bytes of a tensor of which an overwrite can name each
 MAX_INDEX = 1 << 28  # bytes
 _NOTHING = Work(*(np.zeros(0, "u1") for _ in Work._fields))  # the journal has files alone
@@ -229,7 +230,7 @@ class _Making:
         self, row: Row, memory: memoryview, check: Check, sums: Iterable[Any] = ()
     ) -> Iterator[Block]:
         """Yields the blocks of a tensor, and adds each side to one of the digests."""
-        step = len(memory) // 16 * 8
+        step = min(BLOCK, len(memory) // 16 * 8)
         for start in range(0, row.nbytes, step):
             check()
             size = min(step, row.nbytes - start)
@@ -374,7 +375,7 @@ class _Applying(DirectoryPublisher):
             for one in self.chain
             if name in one.tensors
         ]
-        before = hasher(first.digest)
+        before, memory = hasher(first.digest), memory[:BLOCK]
         for start in range(0, row.nbytes, len(memory)):
             check()
             view = memory[: min(len(memory), row.nbytes - start)]

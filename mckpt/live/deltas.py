@@ -218,9 +218,11 @@ class Kept:
 
         held = self.held[at]
         if held is None:
-            where = self.sync._device if self.where == "device" else torch.device("cpu")
-            pinned = self.where == "host" and self.sync._device.type == "cuda"
-            held = self.held[at] = torch.empty_like(found.new, device=where, pin_memory=pinned)
+            device = self.sync._device
+            pinned = self.where == "host" and device.type == "cuda"
+            how: Any = {"dtype": found.new.dtype, "pin_memory": pinned}
+            where = device if self.where == "device" else torch.device("cpu")
+            held = self.held[at] = torch.empty(found.new.shape, device=where, **how)
         if found.num:
             held.copy_(found.new)
 
