@@ -609,6 +609,7 @@ def _inexact(
     }
     accepted = {name: why for name, why in stock.items() if name in target.allow_inexact}
     trainer = "Megatron" if file is dialect else "Megatron-Bridge"
+    trainer = dialect.trainer if formats.dialect_of(target.format) else trainer
     lost = accepted | file.inexact(dims, program)
     inexact = refuse_inexact(lost, target, trainer, unknown)
     return inexact, _bridged(dialect, stock, inexact), list(unread.values())
