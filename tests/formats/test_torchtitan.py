@@ -1,6 +1,6 @@
 """The checkpoints of torchtitan, which torch writes here with four ranks. What mckpt reads equals
-the Hugging Face model of which a formula made the names and the order of rows; torchtitan's own
-adapter is asked too where it is installed (TITAN_PYTHON).
+the Hugging Face model of which a formula made the names and the order of rows
+(tests/helpers/titan_steps.py), and its optimizer is Adam after one step, by another formula.
 """
 
 from __future__ import annotations
