@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 # of the elements of a bucket; where more have changed, it is sent whole. A change takes 6 bytes for
 # an element of 2, so this bounds what is sent to three quarters.
 SHARE = 0.25
-PIECE = 1 << 22  # elements that are compared or added up at once
+PIECE = 1 << 22  # elements that are compared or added up at once, in the cache of a processor
+ON_DEVICE = 8  # as many pieces at once on a device, where each step has a kernel to start
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes: the bits of an element
 STEPS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd numbers without a pattern
 
@@ -167,11 +168,12 @@ class Kept:
         held, first = self.held[at], places.first[sync.rank]
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         most, count = SHARE * sum(places.count.values()), 0
-        for start in range(0, len(new), PIECE):
-            now = new[start : start + PIECE]
+        piece = PIECE * (1 if new.device.type == "cpu" else ON_DEVICE)
+        for start in range(0, len(new), piece):
+            now = new[start : start + piece]
             where = torch.arange(len(now), device=now.device)
             if based and held is not None:
-                before = held[start : start + PIECE].to(now.device, non_blocking=True)
+                before = held[start : start + piece].to(now.device, non_blocking=True)
                 where = (now != before).nonzero()[:, 0]
                 before, now = before[where], now[where]
             number, index = places.elements(where + (first + start))
@@ -280,7 +282,7 @@ class _Places:
         byte = np.array([t.byte for t in bucket.tensors], "i8")[bucket.tensor]
         key = (c["dst_at"] - byte) // width + begins[bucket.tensor]
         columns = bucket.at // width, key, c["run"], c["dst_pitch"] // width, c["dst_step"] // width
-        rows = [np.ascontiguousarray(column, "i8") for column in columns]
+        rows = [np.array(column, "i8") for column in columns]  # torch takes no strides of records
         self.starts, *self.rows = (torch.from_numpy(row).to(device) for row in rows)
         self.ends = torch.from_numpy(begins + sizes).to(device)
         numel = c["rows"] * c["run"]
