@@ -61,7 +61,7 @@ def database(
 
 def _shared(a: bytes, b: bytes) -> int:
     """Returns how many bytes two keys have in common at their start."""
-    pairs = enumerate(zip(a, b, strict=False))
+    pairs = enumerate(zip(a, b, strict=False))  # strict=False: one key may be longer
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -328,14 +329,13 @@ class _Places:
 
         if not len(keys):
             return
-        ends = torch.searchsorted(keys, self.ends).tolist()
-        begins = [0, *self.ends.tolist()]
-        for number, (tensor, first, last) in enumerate(
-            zip(bucket.tensors, [0, *ends], ends, strict=False)
-        ):
+        ends = [0, *torch.searchsorted(keys, self.ends).tolist()]
+        begins = [0, *self.ends[:-1].tolist()]
+        of_tensors = bucket.tensors, begins, pairwise(ends), digests
+        for tensor, begin, (first, last), digest in zip(*of_tensors, strict=True):
             if first < last:
                 new = values[first:last].view(getattr(torch, tensor.dtype))
-                yield Delta(tensor.name, keys[first:last] - begins[number], new, digests[number])
+                yield Delta(tensor.name, keys[first:last] - begin, new, digest)
 
 
 def _aligned(nbytes: int) -> int:

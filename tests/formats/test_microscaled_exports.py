@@ -290,17 +290,18 @@ def test_every_rounding(name: str, kind: Any) -> None:
 
 def test_a_running_model_gives_the_same_mxfp8() -> None:
     torch = pytest.importorskip("torch")
-    from mckpt.live import syncing
+    from mckpt.formats.hf_encodings import WRITTEN
+    from mckpt.live.quantising import quantised
 
     values = (np.random.default_rng(7).standard_normal((1500, 96)) * 0.02).astype(BF16)
     values *= np.exp2(np.arange(1500) / 10 - 75).astype(BF16)[:, None]
     values[3, :64], values[4, 0], values[5, 0] = 0, 448, 449
-    codes, scales, finite = syncing._quantised(torch_of(values), (1, 32), "uint8")
+    codes, scales, bad = quantised(torch_of(values)[None], WRITTEN["mxfp8"])
     found = mxfp8({"x.weight": values})
     assert codes.view(torch.uint8).numpy().tobytes() == found["x.weight"].tobytes()
     assert scales.numpy().tobytes() == found["x.weight_scale"].tobytes()
     values[9, 9] = np.inf
-    assert finite and not syncing._quantised(torch_of(values), (1, 32), "uint8")[2]
+    assert not bad and quantised(torch_of(values)[None], WRITTEN["mxfp8"])[2]
 
 
 # ---- the published quantisers and loaders

@@ -92,8 +92,11 @@ def compare(case: dict[str, Any], real: list[Any]) -> None:
 
 def test_every_key_of_a_dialect_has_a_place() -> None:
     dialects = [mapping.load("megatron", name) for name in mapping.names("megatron")]
-    # the order of Megatron-Bridge's own modules is not known, and their flat buffers are refused
-    ordered = [d for d in dialects if d.registration.order and "Bridge" not in d.trainer]
+    # the order of the own modules of Megatron-Bridge and of ms-swift's Gemma 4 is not known, and
+    # their flat buffers are refused; MaxText has none
+    unordered = {d.name for d in dialects if "Bridge" in d.trainer}
+    unordered |= {"mcore_bridge_gemma4", "maxtext"}
+    ordered = [d for d in dialects if d.registration.order and d.name not in unordered]
     assert {dialect.name for dialect in ordered} >= {"gpt", "hybrid", "bert"}
     for dialect in ordered:
         for rule in dialect.rules:
