@@ -42,6 +42,12 @@ def hasher(kind: str) -> Any:
     return _Adler32() if kind == "adler32" else _package("blake3").blake3()
 
 
+def require(kind: str) -> None:
+    """Raises MissingExtra unless what deltas with digests of this kind need is installed."""
+    _package("zstandard")
+    hasher(kind)
+
+
 def _package(name: str) -> Any:
     """Raises MissingExtra if a package is not installed."""
     try:

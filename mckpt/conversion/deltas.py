@@ -25,7 +25,7 @@ from isal import isal_zlib
 from mckpt import formats
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safetensors
-from mckpt.containers.delta_file import DeltaWriter, PackedTensor, Patch, hasher
+from mckpt.containers.delta_file import DeltaWriter, PackedTensor, Patch, hasher, require
 from mckpt.conversion import done
 from mckpt.conversion.moving import RunSettings
 from mckpt.conversion.plan_data import SourceState
@@ -122,6 +122,7 @@ def make(
     version makes; and the errors of a conversion to Hugging Face.
     """
     refuse_url(folder)
+    require(how.digest)
     before = versions(folder)[-1] if has_deltas(folder) else None
     making = _Making(old, new, how, before)
     base, hf = before.number if before else 0, formats.get(formats.HUGGING_FACE)
@@ -287,6 +288,8 @@ def apply(
     """
     refuse_url(folder)
     chain = _chain(base, versions(folder), folder, until)
+    for one in chain:
+        require(one.digest)
     target, form = TargetOptions(formats.HUGGING_FACE), partial(form_of_weights, same_format=True)
     plan = make_plan(base, dst, target, form, overwrite=overwrite, rank0=False)
     digest = hashlib.sha256(repr([sorted(one.new.items()) for one in chain]).encode()).hexdigest()
