@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -179,7 +180,15 @@ def args_of(converted: Path, impl: str) -> dict[str, Any]:
     return {**args, "params_dtype": "float32", **chosen}
 
 
-@pytest.mark.parametrize("case", EXACT)
+# the text models of whole ones; those without a tower judge the same layers
+TEXT = re.compile("_vl|omni|llava|internvl")
+
+
+def judged(case: str) -> Any:
+    return pytest.param(case, marks=[pytest.mark.slow] if TEXT.search(case) else [])
+
+
+@pytest.mark.parametrize("case", [judged(case) for case in EXACT])
 def test_megatron_core_and_transformers_compute_the_same_logits(
     case: str, work: Path, made: Callable[[str], Path]
 ) -> None:

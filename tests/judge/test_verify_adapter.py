@@ -116,7 +116,7 @@ ALONE: dict[str, tuple[str, tuple[str, ...], str, str, dict[str, int], dict[str,
 
 
 # half of a minute each, by mechanisms that the other cases have too
-SLOW = ("stages", "canonical", "latent")
+SLOW = ("tp", "stages", "block", "canonical", "latent", "linear attention")
 
 
 @pytest.mark.parametrize(
