@@ -48,7 +48,7 @@ class Sharded(HuggingFace):
         self.starts = [0, *itertools.accumulate(sizes)]  # in the imaginary file
         self.entries = Entries.of(
             (name, Entry(whole.dtype, whole.shape, whole.parts[0].entry.file, at))
-            for name, whole, at in zip(names, self.wholes, self.starts, strict=False)
+            for name, whole, at in zip(names, self.wholes, self.starts[:-1], strict=True)
         )
         self.notes = [
             f"the parts of each tensor are joined, from {len(self.files):,} files",

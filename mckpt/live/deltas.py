@@ -1,4 +1,4 @@
-"""What changed in a live model since the last call of a `Sync`, before anything is gathered.
+"""Finds what changed in a live model since the last call of a `Sync`, before anything is gathered.
 
 Each rank keeps the segments that it sends (`live.buckets`) as they were. It packs a segment anew,
 compares the two, and sends the places in the bucket of what changed, with the values. By the plan,

@@ -23,7 +23,7 @@ from mckpt.values.dtypes import numpy_dtype
 
 
 def coefficients_of(merging: Averaging) -> Sequence[float] | None:
-    """Returns the coefficients of a sum, None for a merge by a method that is no plain sum."""
+    """Returns the coefficients of a sum. Returns None if the method of the merge is not a sum."""
     if not isinstance(merging, Mixing):
         return merging.coefficients
     how = merging.how

@@ -1,4 +1,4 @@
-"""What a Sync sends of the changes of a live model makes the tensors of a whole Sync."""
+"""Deltas, applied to the tensors of an earlier call, give the tensors that a whole Sync gives."""
 
 from __future__ import annotations
 

@@ -57,6 +57,8 @@ class _Directory(Chunked):
         super().__init__(arrays.by_layer(layered), Metadata(tensors, arrays.others, items, {}))
 
     def object(self, key: str) -> tuple[Any, Any]:
+        # The readers of formats that store objects call this. A call for Orbax would be a mistake
+        # of mckpt.
         raise NotImplementedError("Orbax has arrays only")
 
     def check_sizes(self) -> None:
