@@ -19,6 +19,10 @@ from tests.helpers.tiny import TinyModel
 # The models are tiny, and two processes share the cores: threads of torch only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The tests start thousands of processes, which would otherwise compile all of mckpt each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Most tests read errors as the command line words them, also those of the Python API.
 errors.show_options(True)
 
