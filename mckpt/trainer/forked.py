@@ -17,10 +17,12 @@ import traceback
 from collections.abc import Callable
 
 from mckpt.execute.threads import end_with_parent
+from mckpt.formats import FORMATS
 from mckpt.trainer import points
 
 # modules that build.py, load.py and train.py import in their functions
 NEEDED = (
+    *(listed.module for listed in FORMATS.values() if listed.megatron),
     "megatron.core.dist_checkpointing",
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",
