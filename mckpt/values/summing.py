@@ -119,7 +119,7 @@ def average(
     offset -= sum(term.shift for term in of.terms if term.part.file == BASE)
     coefficients = [c for _, c in sorted({(term.input, term.coefficient) for term in of.terms})]
     inputs = len(coefficients)
-    most = max(LEAST, 4 * CHUNK // max(4, inputs))
+    most = max(LEAST, 16 * CHUNK // max(4, inputs))
     width = max(1, min(n, most))
     height = max(1, min(m, most // width))
     others = (FACTORS[term.part.dtype] for term in of.terms if term.part.file != BASE)
@@ -165,12 +165,20 @@ def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
     that the next call uses again.
     """
     inputs, n = values.shape
-    zero = 0.0 if inputs > 1 else -0.0
     total = _scratch.of("total", (n,), "float32")
+    for start in range(0, n, CHUNK):
+        _sum(values[:, start : start + CHUNK], coefficients, total[start : start + CHUNK])
+    return total
+
+
+def _sum(values: np.ndarray, coefficients: Sequence[float], total: np.ndarray) -> None:
+    """Does what `total_of` does with few elements, whose intermediate values stay in the cache."""
+    inputs, n = values.shape
+    zero = 0.0 if inputs > 1 else -0.0
     total.fill(zero)
     if values.dtype == np.float32:
         _add_each(total, values, coefficients)
-        return total
+        return
     product, wide = _scratch.of("wide", (2, n), "float64")
     if all(abs(c) <= 1 and (c * 2**16).is_integer() for c in coefficients):
         product = product.view("f4")[:n]  # has all 8 + 16 bits
@@ -178,7 +186,7 @@ def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
             np.copyto(product, row)
             product *= np.float32(coefficient)
             np.add(product, total, out=total)
-        return total
+        return
     for number, coefficient in enumerate(coefficients):
         np.copyto(product, values[number])  # has all 8 + 24 bits
         product *= coefficient
@@ -190,7 +198,6 @@ def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
         some = np.full(at.size, zero, "f4")
         _add_each(some, values[:, at].astype("f4"), coefficients)
         total[at] = some
-    return total
 
 
 def _add_each(total: np.ndarray, values: np.ndarray, coefficients: Sequence[float]) -> None:
@@ -206,24 +213,24 @@ def inexact(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
     If all products are multiples of a power of two, so are all totals, because they are rounded to
     fewer bits. Float64 has each such number up to 2**53 times that power.
     """
-    bits, signed = values.view("u2"), values.view("i2")
-    most = np.maximum(signed.max(axis=1), bits.max(axis=1) & 0x7FFF)
-    least = np.minimum(bits.min(axis=1), signed.min(axis=1) & 0x7FFF)
-    largest = (most.astype("u4") << 16).view("f4").astype("f8")
+    sizes = np.bitwise_and(
+        values.view("u2"), 0x7FFF, out=_scratch.of("sizes", values.shape, "uint16")
+    )
+    largest = (sizes.max(axis=1).astype("u4") << 16).view("f4").astype("f8")
     bound = 1.001 * float((np.abs(coefficients) * largest).sum())  # of all sums and products
-    found = np.zeros(0, bool)
-    for number, coefficient in enumerate(coefficients):
+    most = 0  # for the bits of a value; zero is exact
+    for coefficient in coefficients:
         top, bottom = coefficient.as_integer_ratio()
         last = (top & -top) / bottom  # the last bit of the coefficient
-        # that of a value is at least 2**(bits // 128 - 134)
-        limit = 0x8000
-        if math.isfinite(bound):
-            limit = min(limit, math.frexp(bound / last)[1] + 81 << 7) if last else 0
-        if limit > 128 and least[number] < limit:
-            size = bits[number] & 0x7FFF
-            low = (size < limit) & (size > 0)
-            found = found | low if found.size else low
-    return np.flatnonzero(found)
+        if not math.isfinite(bound):
+            most = 0x8000
+        elif last:
+            # that of a value is at least 2**(bits // 128 - 134)
+            most = max(most, min(0x8000, math.frexp(bound / last)[1] + 81 << 7))
+    if most <= 128:
+        return np.zeros(0, "i8")
+    sizes -= np.uint16(1)  # the largest number in place of zero
+    return np.flatnonzero(sizes.min(axis=0) < most - 1)
 
 
 def shifted(values: np.ndarray, shift: float) -> np.ndarray:
