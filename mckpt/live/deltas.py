@@ -43,7 +43,7 @@ class Delta(NamedTuple):
     """What changed in a tensor."""
 
     name: str
-    indices: torch.Tensor | None  # of the elements of the flat tensor, ascending; None: all
+    indices: torch.Tensor | None  # of the elements of the flat tensor, each once; None: all
     values: torch.Tensor  # of these elements, or the whole tensor
     digest: int  # of the whole tensor afterwards
 
@@ -154,8 +154,9 @@ class Kept:
             of.nbytes += end
             packed = bucket._replace(segments=segments, nbytes=end)
             self._keep(at, found)
-            keys, values = self._changed(at, packed, counts, found)
-            yield from places.split(bucket, keys, values, digests)
+            changed = self._changed(at, packed, counts, found)
+            if changed is not None:
+                yield from places.split(bucket, *changed, digests)
 
     def _compare(self, at: int, based: bool) -> _Found:
         """Returns what changed in this rank's segment of a bucket."""
@@ -165,24 +166,26 @@ class Kept:
         buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=sync._device)
         sync._copy(steps.send, bucket, buffer)
         new = buffer.view(places.bits)[: places.count[sync.rank]]
-        sums = torch.zeros(len(bucket.tensors), dtype=torch.int64, device=sync._device)
+        sums = places.zeros.clone()
         held, first = self.held[at], places.first[sync.rank]
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         most, count = SHARE * sum(places.count.values()), 0
         piece = PIECE * (1 if new.device.type == "cpu" else ON_DEVICE)
         for start in range(0, len(new), piece):
             now = new[start : start + piece]
-            where = torch.arange(len(now), device=now.device)
             if based and held is not None:
                 before = held[start : start + piece].to(now.device, non_blocking=True)
                 where = (now != before).nonzero()[:, 0]
                 before, now = before[where], now[where]
-            number, index = places.elements(where + (first + start))
+            else:
+                where = torch.arange(len(now), device=now.device)
+            where += first + start
+            index = places.indices(where)
             mixed = _mixed(index, now)
-            sums.index_add_(0, number, mixed - _mixed(index, before) if based else mixed)
+            places.add(sums, where, mixed - _mixed(index, before) if based else mixed)
             count += len(where)
             if based and count <= most:  # else the bucket is sent whole
-                parts.append(((where + (first + start)).to(places.kind), now))
+                parts.append((where.to(places.kind), now))
         return _Found(new, count, sums, parts)
 
     def _agree(
@@ -197,7 +200,7 @@ class Kept:
         import torch.distributed as dist
 
         sync, world = self.sync, self.sync.world
-        num = len(self.places[at].ends) if at < len(self.places) else 0
+        num = len(self.places[at].zeros) if at < len(self.places) else 0
         told = torch.zeros(1 + world + num, dtype=torch.int64, device=sync._device)
         told[0] = int(failed is None)
         if found is not None:
@@ -220,20 +223,21 @@ class Kept:
         import torch
 
         held = self.held[at]
+        if self.where == "device":
+            self.held[at] = found.new
+            return
         if held is None:
-            device = self.sync._device
-            pinned = self.where == "host" and device.type == "cuda"
-            how: Any = {"dtype": found.new.dtype, "pin_memory": pinned}
-            where = device if self.where == "device" else torch.device("cpu")
-            held = self.held[at] = torch.empty(found.new.shape, device=where, **how)
+            pinned = found.new.device.type == "cuda"
+            held = torch.empty(found.new.shape, dtype=found.new.dtype, pin_memory=pinned)
+            self.held[at] = held
         if found.num:
             held.copy_(found.new)
 
     def _changed(
         self, at: int, bucket: Bucket, counts: list[int], found: _Found
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sends the changes of a bucket; returns the keys and the bits of those that this rank
-        receives, in the order of the keys.
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Sends the changes of a bucket; returns the places, ascending, and the bits of those that
+        this rank receives.
         """
         import torch
 
@@ -253,9 +257,8 @@ class Kept:
         listed = segments.items() if receives else ()
         views = [places.views(buffer[at:][:n], counts[rank]) for rank, (at, n) in listed]
         if not views:
-            return torch.empty(0), torch.empty(0)
-        keys, order = places.keys(torch.cat([place for place, _ in views]).long()).sort()
-        return keys, torch.cat([bits for _, bits in views])[order]
+            return None
+        return torch.cat([place for place, _ in views]), torch.cat([bits for _, bits in views])
 
 
 class _Found(NamedTuple):
@@ -269,23 +272,29 @@ class _Found(NamedTuple):
 
 class _Places:
     """Which element of which tensor is at a place of a bucket. A place counts elements, which have
-    one size in all tensors of the bucket. A key numbers the elements of all tensors in one row.
+    one size in all tensors of the bucket.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         import torch
 
+        def tensor(numbers: Any) -> torch.Tensor:  # torch takes no strides of records
+            return torch.from_numpy(np.array(numbers, "i8")).to(device)
+
         self.width = width = itemsize(bucket.tensors[0].dtype)
         self.bits = getattr(torch, INTEGERS[width])
         self.kind = torch.int32 if bucket.nbytes // width < 1 << 31 else torch.int64
-        sizes = np.array([np.prod(t.shape, dtype="i8") for t in bucket.tensors], "i8")
-        c, begins = bucket.copies, np.cumsum(sizes) - sizes
+        c, starts = bucket.copies, bucket.at // width
         byte = np.array([t.byte for t in bucket.tensors], "i8")[bucket.tensor]
-        key = (c["dst_at"] - byte) // width + begins[bucket.tensor]
-        columns = bucket.at // width, key, c["run"], c["dst_pitch"] // width, c["dst_step"] // width
-        rows = [np.array(column, "i8") for column in columns]  # torch takes no strides of records
-        self.starts, *self.rows = (torch.from_numpy(row).to(device) for row in rows)
-        self.ends = torch.from_numpy(begins + sizes).to(device)
+        index, steps = (c["dst_at"] - byte) // width, (c["dst_pitch"], c["dst_step"])
+        self.starts = tensor(starts)
+        self.rows = [tensor(row) for row in (index, c["run"], *(step // width for step in steps))]
+        self.numbers = tensor(bucket.tensor)  # of the tensors of the copies
+        self.zeros = tensor(np.zeros(len(bucket.tensors)))  # of the sums of the tensors
+        # the copies of one tensor from one rank lie one after the other
+        new = np.diff(bucket.tensor, prepend=-1) != 0
+        new |= np.diff(bucket.rank, prepend=-2) != 0
+        self.groups, self.group_starts = bucket.tensor[new].tolist(), tensor(starts[new])
         numel = c["rows"] * c["run"]
         # of a rank: its first place, and its elements
         self.first = defaultdict[int, int](
@@ -295,21 +304,23 @@ class _Places:
         for rank in self.first:
             self.count[rank] = int(numel[bucket.rank == rank].sum())
 
-    def keys(self, places: torch.Tensor) -> torch.Tensor:
+    def indices(self, places: torch.Tensor) -> torch.Tensor:
+        """Returns the indices in the tensors of the elements at places."""
         import torch
 
         copy = torch.searchsorted(self.starts, places, right=True) - 1
-        key, run, pitch, step = (row[copy] for row in self.rows)
+        index, run, pitch, step = (row[copy] for row in self.rows)
         inside = places - self.starts[copy]
-        return key + inside // run * pitch + inside % run * step
+        return index + inside // run * pitch + inside % run * step
 
-    def elements(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the numbers of tensors in the bucket, and the indices in them."""
+    def add(self, sums: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds values of ascending places to the sums of their tensors."""
         import torch
 
-        keys = self.keys(places)
-        number = torch.searchsorted(self.ends, keys, right=True)
-        return number, keys - torch.nn.functional.pad(self.ends, (1, 0))[number]
+        total = torch.nn.functional.pad(values.cumsum(0), (1, 0))
+        bounds = torch.searchsorted(places, self.starts)
+        ends = torch.nn.functional.pad(bounds[1:], (0, 1), value=len(places))
+        sums.index_add_(0, self.numbers, total[ends] - total[bounds])
 
     def room(self, count: int) -> int:
         """Returns the bytes of so many places and values."""
@@ -322,20 +333,24 @@ class _Places:
         return segment[:place].view(self.kind), values
 
     def split(
-        self, bucket: Bucket, keys: torch.Tensor, values: torch.Tensor, digests: list[int]
+        self, bucket: Bucket, places: torch.Tensor, values: torch.Tensor, digests: list[int]
     ) -> Iterator[Delta]:
-        """Yields the changes of each tensor."""
+        """Yields the changes of each tensor. places: ascending."""
         import torch
 
-        if not len(keys):
-            return
-        ends = [0, *torch.searchsorted(keys, self.ends).tolist()]
-        begins = [0, *self.ends[:-1].tolist()]
-        of_tensors = bucket.tensors, begins, pairwise(ends), digests
-        for tensor, begin, (first, last), digest in zip(*of_tensors, strict=True):
-            if first < last:
-                new = values[first:last].view(getattr(torch, tensor.dtype))
-                yield Delta(tensor.name, keys[first:last] - begin, new, digest)
+        bounds = torch.searchsorted(places, self.group_starts.to(places.dtype)).tolist()
+        found: list[list[slice]] = [[] for _ in bucket.tensors]
+        for number, (start, end) in zip(self.groups, pairwise([*bounds, len(places)]), strict=True):
+            if start < end:
+                found[number].append(slice(start, end))
+        indices = self.indices(places.long())
+        for tensor, parts, digest in zip(bucket.tensors, found, digests, strict=True):
+            if parts:
+                index, bits = (
+                    torch.cat([whole[part] for part in parts]) if parts[1:] else whole[parts[0]]
+                    for whole in (indices, values)
+                )
+                yield Delta(tensor.name, index, bits.view(getattr(torch, tensor.dtype)), digest)
 
 
 def _aligned(nbytes: int) -> int:
