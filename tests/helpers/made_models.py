@@ -60,6 +60,7 @@ SWIFT_MODELS = {"glm4": "mcore_bridge", "qwen3_next_moe": "mcore_bridge_gdn"}
 # Qwen3-VL-MoE in another orientation than transformers: only Megatron-Bridge judges that model.
 IMAGE, LOADED = "image", "loaded"
 SILENT = "silent"  # loaded; the trainer has the thinker alone, without what speaks
+OLD = "old"  # as TEXT, with megatron-core 0.18, whose layers it needs
 TEXT = "text"  # loaded, and the trainer's own program computes the logits of text
 WHOLE = {
     "bridge": {
@@ -73,6 +74,7 @@ WHOLE = {
         **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl"), LOADED),
         **dict.fromkeys(("qwen2_5_omni", "qwen3_omni"), SILENT),
         **dict.fromkeys(("gemma4_dense_vl", "gemma4_e2b_vl", "gemma4_moe_vl"), TEXT),
+        "kimi_vl": OLD,
     },
 }
 
