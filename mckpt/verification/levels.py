@@ -540,14 +540,22 @@ def reshard(
 
     text_only: of a whole model, writes the text model.
     """
-    # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
     target = TargetOptions(
         parallel=parallel,
         no_optimizer=True,
-        megatron_version=source.mapping.megatron[0],
+        megatron_version=_version_for(source),
         towers="beside" if text_only else None,
     )
     planning.make_plan(source, directory, target).run(checksum="none")
+
+
+def _version_for(source: Checkpoint) -> str:
+    """Returns a version of megatron-core that loads the model: torch_dist is the same for all, some
+    models need a new one, and the newest refuses others.
+    """
+    mapping, facts = source.mapping, {**source.dims, "transformer_impl": "transformer_engine"}
+    oldest = {**facts, "megatron": mapping.version(mapping.megatron[0])}
+    return mapping.megatron[bool(mapping.warnings(oldest, loads=False))]
 
 
 def _known(left: Checkpoint, options: VerifyOptions) -> SourceOptions:

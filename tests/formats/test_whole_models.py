@@ -20,6 +20,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.towers import NUMBER, TowerTensor
 from mckpt.options import SourceOptions
+from mckpt.verification import levels
 from tests.helpers import made_models
 from tests.helpers.bridge_facts import tensors
 from tests.helpers.commands import mckpt as command
@@ -60,6 +61,24 @@ def test_a_whole_model_comes_back(case: str, tiny_model: TinyModel, tmp_path: Pa
     assert not list((tmp_path / "a").rglob("carried*"))
     for name in ("model.safetensors.index.json", "config.json"):
         assert (source / name).exists() == (made[-1] / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3_5_vl", {"towers": "bridge"}),
+        ("kimi_vl", {"towers": "swift", "megatron_version": "0.18"}),
+    ],
+)
+def test_the_text_model_is_copied_for_any_megatron_core(
+    case: str, options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """`verify` runs this copy. Some text models need a new megatron-core, and others an old one."""
+    source = tiny_model(case, "float32")
+    mckpt.plan(source, tmp_path / "whole", **options).run()
+    levels.reshard(mckpt.open(tmp_path / "whole"), tmp_path / "text", Parallel(), text_only=True)
+    assert mckpt.open(tmp_path / "text").mapping.whole is None
+    assert not mckpt.diff(source, tmp_path / "text")
 
 
 def test_the_tensors_of_a_tower_are_those_of_numpy(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -133,6 +133,17 @@ def test_a_whole_model_of_ms_swift_is_verified(
     assert ("training" in found.facts) == (level == "train")
 
 
+@pytest.mark.slow
+@pytest.mark.newest
+def test_gated_delta_nets_of_a_whole_model_train(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The copy of the text model that trains is for a megatron-core that has such layers."""
+    source = tiny_model("qwen3_5_vl", "float32")
+    mckpt.plan(source, tmp_path / "megatron", towers="bridge").run()
+    found = mckpt.verify(source, tmp_path / "megatron", **QUICK, level="train", steps=2)
+    expect_pass(found, source, 60)
+    assert found.facts["training"]["moved"] > 0
+
+
 def test_sequence_parallelism_cuts_the_image(tiny_model: TinyModel, tmp_path: Path) -> None:
     """A mixture of experts that is built for training has it at tp 2."""
     source = tiny_model("qwen3_vl_moe", "float32")
