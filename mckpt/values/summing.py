@@ -164,7 +164,7 @@ def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
     """Returns the sums of values [inputs, n], in bfloat16 or float32. They are float32, in memory
     that the next call uses again.
     """
-    inputs, n = values.shape
+    n = values.shape[1]
     total = _scratch.of("total", (n,), "float32")
     for start in range(0, n, CHUNK):
         _sum(values[:, start : start + CHUNK], coefficients, total[start : start + CHUNK])
