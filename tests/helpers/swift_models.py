@@ -95,10 +95,11 @@ def run(cases: list[dict[str, Any]], out: Path) -> int:
 def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
     """Returns the results of one case; logits are those of transformers."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+    from mcore_bridge.utils import torch_utils
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from safetensors.torch import load_file
-    from transformers import AutoConfig
+    from transformers import AutoConfig, dynamic_module_utils
 
     source = Path(case["source"])
     published = AutoConfig.from_pretrained(source)
@@ -121,6 +122,10 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
         # of layers with other head sizes cannot be saved
         given["hetereogenous_dist_checkpoint"] = True
     config = ModelConfig(params_dtype=torch.float32, use_cpu_initialization=True, **given)
+    # Python beside the weights is copied, and locked in a directory of modelscope
+    own = str(Path(case["saved"]).parent)
+    torch_utils.get_cache_dir = lambda: own
+    dynamic_module_utils.HF_MODULES_CACHE = own
     (model,) = get_mcore_model(config)
     config.bridge.load_weights([model], str(source))
     saved = Path(case["saved"])
