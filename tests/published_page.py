@@ -78,8 +78,8 @@ def trained_by(family: mapping.MappingFile, needed: list[str]) -> str:
 def judged_by(family: mapping.MappingFile, rows: list[Row], scaled: bool) -> str:
     """Returns the judges of a family's text model, and of its tiny whole models.
 
-    scaled: whether the positions of the model are scaled, as those of Ministral 3. Megatron-Bridge
-    takes Mistral-Small-3.1, of the same family, for one and does not build it.
+    scaled: whether the positions of the model are scaled, as those of Ministral 3. They are not in
+    Mistral-Small-3.1, of the same family.
     """
     found = [strongest(rows)] if rows else []
     for trainer, cases in made_models.WHOLE.items():

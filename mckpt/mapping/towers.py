@@ -86,7 +86,8 @@ class Tower(NamedTuple):
         """Returns the fields of the whole model's provider, as run_config.yaml has them.
 
         config: config.json. A field is a text as it is, the first of several keys of `config` that
-        is there, an object of a class, made of the keys under one of them, or fields of its own.
+        is there, an object of a class, made of the keys under one of them, or fields of its own. An
+        object has the entries `with` instead of those of `config`, and `without` where it has none.
         """
         out: dict[str, Any] = {}
         for field, what in self.provider.items():
@@ -98,6 +99,7 @@ class Tower(NamedTuple):
             elif isinstance(what, dict) and "of" in what:
                 inner = lookup(config, what["of"]) if what["of"] else config
                 if isinstance(inner, Mapping):
+                    inner = _filled(inner, what.get("without", {}))
                     out[field] = {"_target_": what["class"], **inner, **what.get("with", {})}
             elif isinstance(what, dict):
                 out[field] = self._replace(provider=what).provided(config)
@@ -174,6 +176,13 @@ class Tower(NamedTuple):
 def stacked(key: str) -> str:
     """Returns the key of one tensor with all layers."""
     return key.replace(f"{NUMBER}.", "")
+
+
+def _filled(given: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object with the entries of `defaults` that it lacks, at any depth."""
+    given = given or {}
+    inner = {k: _filled(given.get(k), v) for k, v in defaults.items() if isinstance(v, dict)}
+    return {**defaults, **given, **inner}
 
 
 def _exchanged(text: str, old: str, new: str) -> tuple[str, int] | None:

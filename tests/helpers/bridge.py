@@ -345,8 +345,14 @@ def noise(config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Ten
         count = side * side // vision.spatial_merge_size**2
     else:
         size = vision.image_size
-        more = {"pixel_values": torch.randn(1, 3, size, size, generator=drawn)}
-        count = config.mm_tokens_per_image
+        more = {
+            "pixel_values": torch.randn(1, 3, size, size, generator=drawn),
+            "image_sizes": torch.tensor([[size, size]]),
+        }
+        if merged := getattr(config, "spatial_merge_size", 0):
+            count = (size // vision.patch_size // merged) ** 2
+        else:
+            count = config.mm_tokens_per_image
     edges: list[list[int]] = [[], []]
     if grid:
         named = "vision" if hasattr(config, "vision_start_token_id") else "image"
@@ -388,7 +394,8 @@ def compare_with_image(source: Path, model: Any) -> dict[str, float]:
             position_ids=None,
             attention_mask=None if own_mask else hidden,
             **known(model.forward),
-        )[..., : wanted.shape[-1]]
+        )
+        found = (found[0] if isinstance(found, tuple) else found)[..., : wanted.shape[-1]]
     apart = (found - wanted).abs().amax(-1)
     return {
         "difference": apart.max().item(),

@@ -66,7 +66,7 @@ WHOLE = {
     "bridge": {
         **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), IMAGE),
         **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl", "gemma3_vl"), LOADED),
-        "ministral3_vl": LOADED,
+        **dict.fromkeys(("ministral3_vl", "mistral3"), IMAGE),
     },
     "swift": {
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),

@@ -10,27 +10,20 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-class _PatchEmbed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos_emb = torch.nn.Parameter(torch.ones(3))
-
-
 class MoonVitPretrainedModel(PreTrainedModel):
     config_class = PreTrainedConfig
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.patch_embed = _PatchEmbed()
+        self.patch_embed = torch.nn.ParameterDict({"pos_emb": torch.ones(3)})
         self.post_init()
 
 
-class KimiVLMultiModalProjector(torch.nn.Module):
+class KimiVLMultiModalProjector(torch.nn.ParameterDict):
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.norm = torch.nn.Parameter(torch.ones(3))
+        super().__init__({"norm": torch.ones(3)})
 
 
 class KimiVLForConditionalGeneration:
     def _extract_image_features(self: Any, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
-        return self.multi_modal_projector.norm * self.vision_tower.patch_embed.pos_emb
+        return self.multi_modal_projector["norm"] * self.vision_tower.patch_embed["pos_emb"]

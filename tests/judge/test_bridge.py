@@ -91,7 +91,7 @@ NO_BRIDGE = {
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "Jais2ForCausalLM",
-    "Kimi_K25ForConditionalGeneration",  # it has one for the Python that is published with K2.5
+    "Kimi_K25ForConditionalGeneration",  # it has one for modeling_kimi_k25.py beside the weights
     "KimiVLForConditionalGeneration",
     "LLaVAOneVision1_5_ForConditionalGeneration",
     "LaraMiniForCausalLM",
@@ -140,7 +140,7 @@ FAILS: dict[str, tuple[str, str]] = {
     "joyai": (r"model type `joyai_llm_flash`", "transformers has no config of this name"),
     "mistral3": (
         r"KeyError: 'llama_4_scaling_beta'",
-        "it takes every Mistral3ForConditionalGeneration for Ministral 3",
+        "it takes every Mistral3ForConditionalGeneration for Ministral 3; run_config.yaml states 0",
     ),
     "moonlight": Q_NORM,
     "qwen3_asr": PACKAGE,
