@@ -166,23 +166,14 @@ class Kept:
         buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=sync._device)
         sync._copy(steps.send, bucket, buffer)
         new = buffer.view(places.bits)[: places.count[sync.rank]]
-        sums = places.zeros.clone()
-        held, first = self.held[at], places.first[sync.rank]
+        sums, first = places.zeros.clone(), places.first[sync.rank]
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         most, count = SHARE * sum(places.count.values()), 0
-        piece = PIECE * (1 if new.device.type == "cpu" else ON_DEVICE)
-        for start in range(0, len(new), piece):
-            now = new[start : start + piece]
-            if based and held is not None:
-                before = held[start : start + piece].to(now.device, non_blocking=True)
-                where = (now != before).nonzero()[:, 0]
-                before, now = before[where], now[where]
-            else:
-                where = torch.arange(len(now), device=now.device)
-            where += first + start
+        for where, now, before in _changes(new, self.held[at] if based else None):
+            where += first
             index = places.indices(where)
             mixed = _mixed(index, now)
-            places.add(sums, where, mixed - _mixed(index, before) if based else mixed)
+            places.add(sums, where, mixed if before is None else mixed - _mixed(index, before))
             count += len(where)
             if based and count <= most:  # else the bucket is sent whole
                 parts.append((where.to(places.kind), now))
@@ -261,6 +252,31 @@ class Kept:
         return torch.cat([place for place, _ in views]), torch.cat([bits for _, bits in views])
 
 
+def _changes(
+    new: torch.Tensor, held: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yields the numbers of the elements that differ, these, and what was held in their place: all
+    elements, if nothing was held.
+    """
+    import torch
+
+    piece = PIECE * (1 if new.device.type == "cpu" else ON_DEVICE)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for start in range(0, len(new), piece):
+        now = new[start : start + piece]
+        if held is None:
+            yield torch.arange(start, start + len(now), device=new.device), now, None
+            continue
+        before = held[start : start + piece].to(new.device, non_blocking=True)
+        where = (now != before).nonzero()[:, 0]
+        found.append((where + start, now[where], before[where]))
+        # many at once, because each step on a device has a kernel to start
+        if sum(len(where) for where, *_ in found) > piece or start + piece >= len(new):
+            where, now, before = (torch.cat(parts) for parts in zip(*found, strict=True))
+            yield where, now, before
+            found.clear()
+
+
 class _Found(NamedTuple):
     """What changed in a segment."""
 
@@ -288,7 +304,8 @@ class _Places:
         byte = np.array([t.byte for t in bucket.tensors], "i8")[bucket.tensor]
         index, steps = (c["dst_at"] - byte) // width, (c["dst_pitch"], c["dst_step"])
         self.starts = tensor(starts)
-        self.rows = [tensor(row) for row in (index, c["run"], *(step // width for step in steps))]
+        rows = starts, index, c["run"], *(step // width for step in steps)
+        self.rows = tensor(np.stack(rows, axis=1))
         self.numbers = tensor(bucket.tensor)  # of the tensors of the copies
         self.zeros = tensor(np.zeros(len(bucket.tensors)))  # of the sums of the tensors
         # the copies of one tensor from one rank lie one after the other
@@ -309,8 +326,8 @@ class _Places:
         import torch
 
         copy = torch.searchsorted(self.starts, places, right=True) - 1
-        index, run, pitch, step = (row[copy] for row in self.rows)
-        inside = places - self.starts[copy]
+        start, index, run, pitch, step = self.rows[copy].unbind(1)
+        inside = places - start
         return index + inside // run * pitch + inside % run * step
 
     def add(self, sums: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:

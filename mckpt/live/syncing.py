@@ -403,7 +403,6 @@ class Sync:
 
         for work in sent.works:
             call(work.wait)
-        self._refuse_lost(sent)
         bucket, steps = sent.bucket, sent.steps
         made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
         self._copy(steps.own, bucket, made)
@@ -419,6 +418,7 @@ class Sync:
                     scales.update(zip(run.numbers, grids.unbind(0), strict=True))
                     self._bad.append((bucket.tensors, run.numbers, bad))
                 tensors.update(zip(run.numbers, values.unbind(0), strict=True))
+        self._refuse_lost(sent)  # only now, so that a device has its work while this waits
         return [tensors[number] for number in range(len(tensors))], scales
 
     def _refuse_lost(self, sent: _SentBucket) -> None:
