@@ -226,12 +226,17 @@ def convert(source: Path, destination: Path) -> dict[str, Any]:
     """
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.model_load_save import temporary_distributed_context
+    from transformers import dynamic_module_utils
 
     config = json.loads((source / "config.json").read_text())
     if config["architectures"][0] not in AutoBridge.list_supported_models():
         return {"supported": False}
+    dynamic_module_utils.HF_MODULES_CACHE = str(destination.parent)
+    own = any(source.glob("modeling_*.py"))  # the tests wrote it
     with temporary_distributed_context("gloo"):
-        bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.float32)
+        bridge = AutoBridge.from_hf_pretrained(
+            source, torch_dtype=torch.float32, trust_remote_code=own
+        )
         provider = bridge.to_megatron_provider()
         provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
         # some bridges choose one that is not installed, and no conversion calls it

@@ -60,6 +60,7 @@ SWIFT_MODELS = {"glm4": "mcore_bridge", "qwen3_next_moe": "mcore_bridge_gdn"}
 # Qwen3-VL-MoE in another orientation than transformers: only Megatron-Bridge judges that model.
 IMAGE, LOADED = "image", "loaded"
 SILENT = "silent"  # loaded; the trainer has the thinker alone, without what speaks
+SAVED = "saved"  # the trainer saves it, and exports other values than it loads
 OLD = "old"  # as TEXT, with megatron-core 0.18, whose layers it needs
 TEXT = "text"  # loaded, and the trainer's own program computes the logits of text
 WHOLE = {
@@ -67,6 +68,7 @@ WHOLE = {
         **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), IMAGE),
         **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl", "gemma3_vl"), LOADED),
         **dict.fromkeys(("ministral3_vl", "mistral3"), IMAGE),
+        "kimi_k25": SAVED,
     },
     "swift": {
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),
