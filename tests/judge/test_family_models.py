@@ -141,6 +141,12 @@ SIZES: dict[tuple[str, str], dict[str, int]] = {
     ("gpt_bigcode", "gpt"): {"tp": 1, "pp": 2},
     ("gpt_bigcode", "hybrid"): {"tp": 1, "pp": 2},
 }
+# one model of each mechanism, whose layers the common run judges in the second dialect too
+IN_BOTH = {
+    *("gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "stablelm", "phi3", "nemotron", "seed_oss"),
+    *("bailing_moe_v2", "deepseek_v32", "exaone_moe", "gemma_silu", "glm4_moe", "granite_swa"),
+    *("minimax_m3", "qwen2_moe", "qwen3_next", "smollm3"),
+}
 # encoders, which have a dialect of their own
 ENCODERS = {"megatron_bert": "bert"}
 
@@ -194,7 +200,8 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
 ) -> None:
     """In each dialect, of a conversion, and in the first one, of a model that Megatron-Core saved.
     The model of transformers comes back bit for bit, also config.json: a config that mckpt writes
-    from the args describes the same model. The tables of JUDGED have both in each dialect.
+    from the args describes the same model. The tables of JUDGED have both of every model in each
+    dialect; without it, those not in IN_BOTH are judged in the first.
     """
     source, tokens = made(case), made_models.tokens(case)
     names = dialects(case)
@@ -208,7 +215,7 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
     # the tensors that are not in Megatron's model come from the model's own directory
     like = source if mapping.is_part(family.forms) else None
     known = SourceOptions(like=like, family=None if like else family.name)
-    for dialect in names:
+    for dialect in names if case in IN_BOTH or "JUDGED" in os.environ else names[:1]:
         out, saved, back = (work / name / dialect / case for name in ("to", "saved", "back"))
         impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
         form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
