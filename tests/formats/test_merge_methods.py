@@ -24,7 +24,8 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.values import drawing, mixing
 from tests.formats.test_merge import noisy
 from tests.helpers import made_models, tiny
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import good, refused, shard
+from tests.helpers.commands import mckpt as run
 
 MERGEKIT = os.environ.get("MERGEKIT_PYTHON", "")
 Tensors = dict[str, np.ndarray]
@@ -521,6 +522,18 @@ def test_passthrough_takes_each_layer_from_its_model(tmp_path: Path) -> None:
     assert config["num_hidden_layers"] == 8
     good("merge", "--recipe", file, tmp_path / "parallel", "--format", "torch_dist", "--tp", "2")
     assert not mckpt.diff(tmp_path / "out", tmp_path / "parallel")
+    args = ("verify", inputs[0], tmp_path / "out", "--contract", "--level", "bytes")
+    args += ("--with", mixed[1], "--with", inputs[2])
+    assert f"{len(found)} logical tensors are equal to the last bit" in good(*args).out
+    refused(2, "give it with --with", args=args[:-2])
+    assert run(*args[:-1], inputs[1]).code == 1  # layers of another model
+    name = "model.layers.6.mlp.down_proj.weight"  # layer 2 of the first model
+    file = tmp_path / "out" / "model.safetensors"
+    raw, (header, data) = bytearray(file.read_bytes()), shard(file)
+    raw[len(raw) - len(data) + header[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(raw)
+    said = run(*args)
+    assert said.code == 1 and "layers.6.mlp.down.weight: 1 element differs" in said.out
 
 
 @pytest.mark.parametrize(
