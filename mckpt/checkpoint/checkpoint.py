@@ -19,7 +19,7 @@ from mckpt.errors import CoverError, MappingError, MckptError, SourceError, show
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.megatron.interface import as_megatron
-from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.optimizer import Optimizer, masters_alone
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
@@ -108,6 +108,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     has_states: bool = False  # the optimizer's states are among its tensors
     merging: Addition | None = None  # what changes it while it is read
     allow_overflow: bool = False  # values that scales make infinite are read as they are
+    masters_alone: bool = False  # weights that have a master copy are not among its tensors
 
     @classmethod
     def open(cls, path: str | Path, options: SourceOptions | None = None) -> Self:
@@ -259,6 +260,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 layout = carried.joined(layout, optimizer.layout)
                 ignored = {k: why for k, why in layout.ignored.items() if k not in optimizer.keys}
                 layout = replace(layout, ignored=ignored)
+                layout = masters_alone(layout) if self.masters_alone else layout
             if self.files.options.no_mtp and self.is_megatron:
                 layout = without_mtp_layers(layout, self.model.dims["num_layers"])
             layout = layout if self.carried is None else carried.joined(layout, self.carried)
@@ -344,7 +346,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def __reduce__(self) -> tuple[Any, ...]:
         # without the tensors' places: they would be large
         parts = self.files, self.model, self.borrows, self.has_states, self.merging
-        return type(self), (*parts, self.allow_overflow)
+        return type(self), (*parts, self.allow_overflow, self.masters_alone)
 
 
 def without_mtp_layers(layout: Layout, num_layers: int) -> Layout:

@@ -107,31 +107,33 @@ def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
 
 
 def groups(
-    source: Checkpoint, names: Names, fixed_sizes: bool, megatron: list[int]
+    source: Checkpoint, names: Names, format: Format, megatron: list[int]
 ) -> list[list[dict[str, Any]]]:
     """Returns the param_groups of each optimizer of a rank of the target.
 
-    names, fixed_sizes: of the target and its format. megatron: the version of megatron-core that it
+    names, format: of the target. megatron: the version of megatron-core that it
     is written for.
     """
     assert source.optimizer is not None
-    count, groups = _count(names, megatron), source.optimizer.groups
+    count, groups = _count(names, format, megatron), source.optimizer.groups
     if not state.is_muon(groups):
         return regrouped(groups, count)
     by_layers = bool((source.args or {}).get(state.BY_LAYERS))
-    state.refuse_target(fixed_sizes, by_layers, megatron)
+    state.refuse_target(format.fixed_sizes, by_layers, megatron)
     return state.muon_groups(groups, names, count > 1, by_layers)
 
 
-def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:
+def scalers(source: Checkpoint, names: Names, format: Format, megatron: list[int]) -> list[Scaler]:
     """Returns the loss scaler of each optimizer of a rank of the target; [] if the source has no
     loss scaler.
     """
     assert source.optimizer is not None
-    return rescaled(source.optimizer.scalers, _count(names, megatron))
+    return rescaled(source.optimizer.scalers, _count(names, format, megatron))
 
 
-def _count(names: Names, megatron: list[int]) -> int:
+def _count(names: Names, format: Format, megatron: list[int]) -> int:
+    if format.one_optimizer:
+        return 1
     registration = names.mapping.registration
     return registration.num_optimizers(names.parallel, names.dims["num_experts"], megatron)
 

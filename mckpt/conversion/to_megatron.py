@@ -64,6 +64,7 @@ from mckpt.formats.megatron.save_directory import (
     TOKENIZER_DIRECTORY,
     is_iteration_name,
     iteration_name,
+    iteration_of,
 )
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
@@ -138,6 +139,8 @@ def form_megatron(
     common = hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest()
     flags = launch.flags if decided.has_args else {}
     root = _side_root(source)
+    if decided.optimizer and destination.format.masters_alone:
+        moved = replace(moved, masters_alone=True)  # the facts have proved that they are equal
     return Form(
         source=source,
         moved=moved,
@@ -167,15 +170,16 @@ def form_megatron(
 
 def name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
     """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
-    else from the source's name, else from the source's iteration.
+    else from the source's name, else from the source's iteration, else that of the format.
     """
     if target.target_iteration is not None:
         return iteration_name(target.target_iteration)
     directory, common = source.files.iteration_directory, source.files.common
+    first = formats.get(target.format).first_iteration
     if directory is not None and is_iteration_name(directory.name):
-        return directory.name
+        return iteration_name(first) if iteration_of(directory.name) is None else directory.name
     iteration = common.fields.get("iteration") if common else None
-    return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
+    return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else first)
 
 
 def decide(source: Checkpoint, destination: Destination, target: TargetOptions) -> Decided:
@@ -246,8 +250,9 @@ def _optimizer_entries(decided: Decided) -> tuple[list[list[dict[str, Any]]], li
     if not decided.optimizer:
         return [], []
     moved, names, megatron = decided.moved, decided.names, decided.megatron
-    groups = optimizer.groups(moved, names, decided.destination.format.fixed_sizes, megatron)
-    return groups, optimizer.scalers(moved, names, megatron)
+    format = decided.destination.format
+    groups = optimizer.groups(moved, names, format, megatron)
+    return groups, optimizer.scalers(moved, names, format, megatron)
 
 
 def _launch(decided: Decided, args: Args, side_files: Iterable[str]) -> megatron_args.Launch:
@@ -263,7 +268,9 @@ def _launch_files(decided: Decided, launch: megatron_args.Launch) -> list[Target
     if not decided.has_args:
         return []
     files = megatron_args.files(
-        launch, text_notes(decided.moved, decided.names.mapping.whole), decided.optimizer
+        launch,
+        text_notes(decided.moved, decided.names.mapping.whole),
+        "" if decided.optimizer else decided.destination.format.flag_of_weights,
     )
     return [TargetFile.whole(name, text.encode()) for name, text in files.items()]
 

@@ -22,9 +22,15 @@ class Listed(NamedTuple):
     module: str
     megatron: bool
     written: bool = True  # False: the format is only read
+    sharded: bool = False  # only runs that shard the model load it
     until: str = ""  # the last megatron-core that loads it; "": today's does
     # the only dialect of its checkpoints, which have whole tensors and no args; "": Megatron's
     dialect: str = ""
+
+    @property
+    def loads_anywhere(self) -> bool:
+        """Returns whether mckpt writes it and today's megatron-core loads it into any model."""
+        return self.written and not self.sharded
 
 
 # In the order in which `detect` tries them.
@@ -33,8 +39,8 @@ FORMATS: dict[str, Listed] = {
     "hf_sharded": Listed("mckpt.formats.hf_sharded", megatron=False, written=False),
     "torchtitan": Listed("mckpt.formats.megatron.torchtitan", megatron=True, written=False),
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
-    "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, written=False),
-    "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, written=False),
+    "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, sharded=True),
+    "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, sharded=True),
     "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True, written=False, until="0.15"),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
     "orbax": Listed("mckpt.formats.megatron.orbax", megatron=True, dialect="maxtext"),
@@ -69,9 +75,10 @@ def names(megatron: bool, written: bool = False) -> list[str]:
 
 def kept_or_default(name: str) -> str:
     """Returns the format in which a Megatron checkpoint of a format is written again, if the user
-    names none: the same, if mckpt writes it.
+    names none: the same, if mckpt writes it and any run loads it.
     """
-    return name if name in names(megatron=True, written=True) else MEGATRON
+    listed = FORMATS.get(name)
+    return name if listed and listed.megatron and listed.loads_anywhere else MEGATRON
 
 
 def dialect_of(name: str) -> str:

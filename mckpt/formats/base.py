@@ -23,6 +23,7 @@ from mckpt.lazy import pattern
 from mckpt.mapping import Bound, Dims, MappingFile, Rule, Scope, schema
 from mckpt.storage.files import TargetFile
 
+NO_OPTIMIZER = "--no-load-optim"
 # without 8-bit floats, which have no value without their scales
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -165,7 +166,13 @@ class Format(Struct, frozen=True):
     layer_keys: bool = False  # it can have one key for all layers, or one for each
     common_object: bool = False  # it can keep the common state as an object, as from 0.19 on
     optimizer: bool = False  # the state of an optimizer can be written
+    # a weight is stored as its fp32 master copy alone, if it has one
+    masters_alone: bool = False
+    one_optimizer: bool = False  # it updates the experts too, whatever ranks have them
     readable: bool = True  # this process can read all elements; those of a live model it cannot
+    # the iteration of weights alone, where Megatron loads no release, and the flag to load them
+    first_iteration: int | None = None
+    flag_of_weights: str = NO_OPTIMIZER
     last: str = ""  # the file that makes the directory a checkpoint for loaders; published last
 
     def __str__(self) -> str:

@@ -99,7 +99,7 @@ def format_of(checkpoint: str | Path) -> Format:
             )
         raise SourceError(f"{place}: not a Megatron checkpoint that mckpt reads")
     listed = formats.FORMATS[found.name]
-    if not listed.written:
+    if not listed.loads_anywhere:
         loads = (
             f"megatron-core loads up to {listed.until}"
             if listed.until

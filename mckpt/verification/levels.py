@@ -483,7 +483,7 @@ class _Subject:
         if adapters is not None:
             where = Path(path)
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
-        self.resharded |= not formats.FORMATS[right.format].written
+        self.resharded |= not formats.FORMATS[right.format].loads_anywhere
         require_core(right, as_stored=not self.resharded)
         if self.resharded:
             self.run_path = work / f"{name}.resharded"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.formats.megatron import chunked
 from tests.formats.test_optimizer_files import change_args
+from tests.helpers import tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import unpack
@@ -89,7 +93,118 @@ def test_master_copies_are_not_cast_twice(tmp_path: Path) -> None:
     good("megatron-to-hf", saved, tmp_path / "hf", "--dtype", "bf16")
 
 
+# ------------------------------------------------------------------------------------------ writing
+
+
+@pytest.fixture
+def written(saved: Path, tmp_path: Path) -> Path:
+    """Returns what mckpt writes from the run without sharding, with the rows of the trainer."""
+    source, form = unpacked(EQUAL[saved.name], tmp_path), saved.name.rpartition("-")[2]
+    args = (source, tmp_path / "written", "--target-format", form, "--keep-padding")
+    said = good("reshard", *args).err
+    assert ("its master copy is the weight" in said) == (form == "fsdp_dtensor")
+    return tmp_path / "written"
+
+
+def stored(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the dtype and shape of each tensor, and the value of each object, with args left out,
+    and random states, which mckpt does not keep. An _extra_state is a tensor without elements or
+    None.
+    """
+    directory = chunked.Directory(unit(root))
+    kept = re.compile(r"(?!rng_state|args|.*_extra_state).*").fullmatch
+    tensors = {k: t[:2] for k, t in directory.metadata.tensors.items() if kept(k)}
+    return tensors, {k: directory.object(k)[0] for k in directory.metadata.objects if kept(k)}
+
+
+def test_mckpt_writes_the_tensors_and_objects_that_the_trainer_saves(
+    saved: Path, written: Path
+) -> None:
+    own, theirs = stored(written), stored(saved)
+    assert own[0] == theirs[0] and own[1] == theirs[1]
+    assert not mckpt.diff(written, saved)
+    everything = mckpt.diff(written, saved.parent / EQUAL[saved.name])
+    assert not everything and everything.same == 4 * len(Checkpoint.open(written))
+    groups = [Checkpoint.open(one).optimizer for one in (written, saved)]
+    assert groups[0] and groups[1] and groups[0].groups == groups[1].groups
+    same = {k for k in index(saved).state_dict_metadata if k.endswith("_extra_state")}
+    assert same == {k for k in index(written).state_dict_metadata if k.endswith("_extra_state")}
+
+
+def test_what_was_written_becomes_its_source_again(
+    saved: Path, written: Path, tmp_path: Path
+) -> None:
+    good("reshard", written, tmp_path / "back", "--keep-padding")
+    assert not mckpt.diff(tmp_path / "back", tmp_path / EQUAL[saved.name])
+    good("megatron-to-hf", written, tmp_path / "hf")
+    assert not mckpt.diff(tmp_path / "hf", tmp_path / "back")
+
+
+def test_torch_loads_the_random_states_of_a_new_run(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed import checkpoint
+
+    args = (unpacked(EQUAL[DCP], tmp_path), tmp_path / "out", "--target-format", "torch_dcp")
+    good("reshard", *args, "--keep-padding")
+    rng: dict[str, Any] = {"random_rng_state": None, "np_rng_state": None}
+    rng["torch_rng_state"] = torch.zeros(5056, dtype=torch.uint8)
+    state = {"rng_state": [rng], "iteration": None}
+    checkpoint.load(state, checkpoint_id=unit(tmp_path / "out"))
+    random.setstate(rng["random_rng_state"])
+    np.random.set_state(rng["np_rng_state"])
+    drawn, wanted = (random.random(), np.random.rand(2)), random.Random(1234).random()
+    assert drawn[0] == wanted and (drawn[1] == np.random.RandomState(1234).rand(2)).all()
+    assert torch.equal(rng["torch_rng_state"], torch.Generator().manual_seed(1234).get_state())
+
+
+def test_weights_of_hugging_face_begin_a_run(tmp_path: Path) -> None:
+    """Megatron-FSDP of megatron-core 0.19 loads weights alone from no release. It counts the steps
+    of its optimizer from those that the checkpoint states.
+    """
+    config = tiny.config("qwen3-moe")
+    (tmp_path / "hf").mkdir()
+    tiny.write_json(tmp_path / "hf" / "config.json", config)
+    tiny.write_weights(tmp_path / "hf", tiny.tensors(config))
+    out = tmp_path / "out"
+    good("hf-to-megatron", tmp_path / "hf", out, "--format", "fsdp_dtensor", "--ep", "2")
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "1"
+    script = (out / "iter_0000001" / "megatron_args.sh").read_text()
+    assert "--load DIR --no-strict-fsdp-dtensor-load --no-load-rng" in script
+    own = Checkpoint.open(out)
+    assert own.optimizer is None and not own.left_behind()
+    tensors, objects = stored(out)
+    steps = [key for key, value in objects.items() if key.endswith(".step") and value == 0]
+    halves = [key for key in tensors if key.endswith("_v")]
+    assert len(steps) == len(tensors) - len(halves)
+    assert not mckpt.diff(out, tmp_path / "hf")
+    good("reshard", out, tmp_path / "whole", "--target-ep", "1")
+    good("megatron-to-hf", out, tmp_path / "back")
+    for one in ("whole", "back"):
+        assert not mckpt.diff(tmp_path / one, tmp_path / "hf")
+
+
 # ------------------------------------------------------------------------------------------- damage
+
+
+def test_damage_of_what_was_written_is_found(written: Path, tmp_path: Path) -> None:
+    path = next(written.glob("*/*.distcp"))
+    good("check", written)
+    data = bytearray(path.read_bytes())
+    (_, at, length) = next(iter(chunked.Directory(unit(written)).metadata.items.values()))
+    data[at + length // 2] ^= 1
+    path.write_bytes(data)
+    assert run("check", written).code == 3
+    path.write_bytes(data[:-1000])
+    refused(3, path.name, "truncated", args=("reshard", written, tmp_path / "out"))
+    data[at + length // 2] ^= 1
+    path.write_bytes(data)
+    good("check", written)
+    file = unit(written) / ".metadata"
+    file.write_bytes(file.read_bytes().replace(b"linear_proj", b"linear_prox"))
+    assert run("check", written).code == 3
+    (unit(written) / "mckpt.json").unlink()
+    names = "linear_proj.weight is missing", "linear_prox.weight"
+    refused(3, *names, args=("reshard", written, tmp_path / "out"))
 
 
 def unit(saved: Path) -> Path:

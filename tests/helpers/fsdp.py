@@ -9,6 +9,8 @@ from argparse import Namespace
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import training
 from megatron.training.models import dist_utils
@@ -23,6 +25,29 @@ def stub() -> None:
     # STUB: the device of the mesh
     DeviceMesh.from_group = lambda group, device_type, *a, **k: on_mesh(group, "cpu", *a, **k)
     train.install_adam()
+    # STUB: it skips empty shards, for which FusedAdam has a state even without a gradient, and the
+    # stand-in has none; the ranks would then load different tensors
+    DistributedOptimizer._init_optimizer_states_with_dummy_values = empty_step
+    ChainedOptimizer.state_dict = state_dict_of_one
+
+
+def state_dict_of_one(self: Any, is_loading: bool = False) -> Any:
+    """Returns what 0.19 needs to load torch_dcp. It asks its own ChainedOptimizer for it with a
+    keyword that this does not take, and the optimizer in it for no `step`.
+    """
+    (one,) = self.chained_optimizers
+    for group in one.optimizer.param_groups if is_loading else ():
+        group.setdefault("step", 0)
+    return one.state_dict(is_loading) if is_loading else one.state_dict()
+
+
+def empty_step(self: Any) -> None:
+    """Makes the states of an optimizer, of any values."""
+    for group in self.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    self.optimizer.step()
+    self.optimizer.zero_grad()
 
 
 def wrapped(args: Namespace, chunks: list[Any]) -> list[Any]:

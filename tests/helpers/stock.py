@@ -75,6 +75,7 @@ RUN = """--no-load-rng --no-save-rng --save-interval 1
 NO_OPTIMIZER = ["--no-load-optim", "--no-save-optim"]
 # what a case with `steps` and one with `resume` leave out
 SAVED, LOADED = ("--no-save-optim", "--no-save-rng"), ("--no-load-optim",)
+SHARDING = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 # args that a test compares
 SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")
 
@@ -117,7 +118,7 @@ def fork(case: dict[str, Any], rank: int, out: Path) -> int:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(case["world"]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if case.get("shards") else "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if SHARDING & set(case["flags"]) else "1",
     }
     try:
         with cpu.as_cuda():

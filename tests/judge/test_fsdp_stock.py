@@ -66,3 +66,59 @@ def test_weights_and_states_are_those_of_a_run_without_sharding(
     assert ends[0].optimizer is not None and ends[0].optimizer.groups[0][0]["step"] == 4
     assert not mckpt.diff(*ends)
     assert mckpt.diff(ends[0], own).changed
+
+
+# what mckpt writes
+WRITTEN = [
+    Sample("qwen3-moe", {"ep": 2}, "fsdp_dtensor"),
+    Sample("qwen3", {}, "torch_dcp"),
+]
+AT_LENGTH = [
+    Sample("qwen3-tied", {}, "fsdp_dtensor"),
+    Sample("qwen3", {"tp": 2}, "fsdp_dtensor"),
+    Sample("qwen3-moe", {"tp": 2, "ep": 2, "etp": 1}, "fsdp_dtensor"),
+    Sample("deepseek-v3", {"ep": 2}, "fsdp_dtensor"),
+]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [*WRITTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in AT_LENGTH)],
+    ids=lambda sample: sample.name,
+)
+def test_the_trainer_goes_on_from_what_mckpt_writes_as_from_the_source(
+    sample: Sample, tmp_path: Path
+) -> None:
+    """Megatron-FSDP starts from the weights of a Hugging Face model; then each way to shard goes on
+    from a run without sharding. The same run, never sharded, ends with the same bits.
+    """
+    whole = sample._replace(form=EQUAL[sample.form])
+    start = fsdp_samples.source(sample, tmp_path / "start", {})
+    plain = fsdp_samples.case(whole, start, tmp_path)
+    flags = plain["flags"][: -len(fsdp_samples.FORMS[whole.form])]
+    sharded = {"flags": flags + fsdp_samples.FORMS[sample.form], "name": sample.name}
+    ask(**plain)
+    first = Checkpoint.open(plain["save"])
+    written, begun = tmp_path / "written", tmp_path / "begun"
+    if sample.form == "fsdp_dtensor":
+        (hf,) = (tmp_path / "start").glob("hf-*")
+        sizes = first.parallel
+        mckpt.plan(hf, tmp_path / "hf", format=sample.form, parallel=sizes, divisible_by=4).run()
+        starts = {"checkpoint": tmp_path / "hf", "save": begun, "resume": True}
+        starts["flags"] = [*sharded["flags"], "--no-strict-fsdp-dtensor-load"]
+        ask(**plain | sharded | starts)
+        difference = mckpt.diff(begun, first)
+        assert not difference and difference.same == len(first.with_optimizer())
+        begins = Checkpoint.open(begun).optimizer
+        assert begins and first.optimizer and begins.groups == first.optimizer.groups
+        assert not mckpt.diff(tmp_path / "hf", hf)
+    mckpt.plan(first, written, format=sample.form, parallel=first.parallel, keep_padding=True).run()
+    on = {"resume": True, "steps": 3}
+    for own in (sharded | {"checkpoint": written}, {"checkpoint": first.path}):
+        ask(**plain | own | on | {"save": tmp_path / f"{own['checkpoint'].name}-on"})
+    ends = [Checkpoint.open(tmp_path / f"{path.name}-on") for path in (written, first.path)]
+    states = [one.optimizer for one in ends]
+    assert states[0] is not None and states[1] is not None
+    assert states[0].groups == states[1].groups and states[0].groups[0][0]["step"] == 5
+    assert not mckpt.diff(*ends)
+    assert mckpt.diff(ends[0], first).changed

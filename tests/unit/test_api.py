@@ -330,7 +330,7 @@ def test_signatures_show_the_true_defaults(name):
         ("plan", {"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
         ("plan", {"format": "hf", "tp": 2}, UsageError, "tp: a Hugging Face directory has no"),
         ("plan", {"format": "gguf"}, UsageError, "no format 'gguf'"),
-        ("plan", {"format": "fsdp_dtensor"}, UsageError, "the format fsdp_dtensor is read only"),
+        ("plan", {"format": "zarr"}, UsageError, "the format zarr is read only"),
         (
             "plan",
             {"allow_inexact": "rope"},

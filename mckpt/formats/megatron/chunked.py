@@ -313,9 +313,13 @@ def has_keys(root: Path, prefix: str) -> bool:
             head = f.read(HEAD)
     except OSError as e:
         raise unreadable(root / METADATA, e) from e
-    # The byte before a string of a pickle is its length, or a part of it.
+    # Before a string of a pickle stands its length, in one byte (torch) or in four (mckpt).
     starts = re.finditer(re.escape(prefix.encode()) + rb"[a-z.0-9_]*", head)
-    return any(head[m.start() - 1] == len(m[0]) for m in starts)
+    return any(
+        len(m[0]) in (head[at - 1], int.from_bytes(head[at - 4 : at], "little"))
+        for m in starts
+        for at in [m.start()]
+    )
 
 
 # what NeMo puts into the keys of a model, and of an optimizer's state of it

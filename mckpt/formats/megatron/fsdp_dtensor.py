@@ -20,16 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.errors import SourceError
-from mckpt.formats.base import Format, Names, Problems, packed
-from mckpt.formats.megatron.chunked import MODEL, has_keys, names_of, single_keys
+from mckpt.formats.base import Format, Names, Problems
+from mckpt.formats.megatron.chunked import has_keys, names_of, single_keys
+from mckpt.formats.megatron.fsdp_writing import (
+    HALVES,
+    PREFIX,
+    by_ranks,
+    halves,
+    lay_out_fsdp_dtensor,
+)
 from mckpt.formats.megatron.optimizer import MASTER, Optimizer, kinds
 from mckpt.formats.megatron.torch_dcp import States, TorchDcp
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
-from mckpt.mapping import Bound
+from mckpt.mapping import Bound, MappingFile
 
-PREFIX = f"{MODEL}module."
-HALVES = ("_w", "_v")  # the suffixes of the keys of the two halves of a weight
 MASTER_DTYPE = "float32"
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
 _WRAPPERS = re.compile(r"^(?:module\.)+")
@@ -62,18 +67,10 @@ class FsdpDtensor(TorchDcp):
         for b in super()._bound(names, problems):
             first = next((key for key, _, _ in single_keys(b)), "")
             if len(b.rule.of) == 2 and first + HALVES[0] in self.metadata.tensors:
-                for name, half in zip(b.rule.of, HALVES, strict=True):
-                    rule = b.rule._replace(key=b.rule.key + half, of=(name,), pack="one")
-                    out.append(b._replace(rule=rule))
+                out += halves(b)
                 continue
-            expert = "expert" in b.rule.indices
-            ways = names.parallel.expert_tp if expert else names.parallel.tp
-            parts = packed(b.rule, names.scope()).parts if b.rule.tp == "column" else ()
-            if ways > 1 and len(parts) > 1:
-                problems.append(
-                    f"{first}: at {'etp' if expert else 'tp'} {ways}, Megatron-FSDP stores the"
-                    f" parts {', '.join(b.rule.of)} rank by rank, which mckpt does not read"
-                )
+            if why := by_ranks(b, names):
+                problems.append(f"{why}, which mckpt does not read")
             out.append(b)
         return out
 
@@ -106,6 +103,8 @@ class FsdpDtensor(TorchDcp):
             if one := _STATE.fullmatch(key):
                 found.setdefault(self.prefix + one[1], {})[one[2]] = key
         grouped = self._grouped
+        if self._begins:
+            return None
         if not found:
             kinds.refuse_empty(
                 {"param_groups": [{} for _ in grouped]},
@@ -134,6 +133,16 @@ class FsdpDtensor(TorchDcp):
         experts = names_of(b for b in rules if "expert" in b.rule.indices)
         groups = self._settings(experts if names.parallel.ep > 1 else set())
         return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer(), [])
+
+    def beside(self, dialect: MappingFile) -> list[str]:
+        """Returns the same, without the steps of an optimizer that has made none."""
+        return [name for name in super().beside(dialect) if name != "optimizer" or not self._begins]
+
+    @property
+    def _begins(self) -> bool:
+        """Returns whether it has no optimizer, but the number 0 for the steps of a new one."""
+        fields = {field for own in self._grouped.values() for field, _ in own}
+        return fields == {"step"} and not any(map(_STATE.fullmatch, self.metadata.tensors))
 
     @cached_property
     def _grouped(self) -> dict[str, list[tuple[str, str]]]:
@@ -180,5 +189,11 @@ FORMAT = Format(
     megatron=True,
     detect=detect,
     open=FsdpDtensor,
+    lay_out=lay_out_fsdp_dtensor,
+    optimizer=True,
+    masters_alone=True,
+    one_optimizer=True,
+    first_iteration=1,
+    flag_of_weights="--no-strict-fsdp-dtensor-load",
     parts=(METADATA, "*.distcp"),
 )

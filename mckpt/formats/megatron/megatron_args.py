@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from mckpt.formats.base import NO_OPTIMIZER
 from mckpt.mapping import MappingFile
 
 SHELL, JSON = "megatron_args.sh", "megatron_args.json"
@@ -80,13 +81,13 @@ def _values(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def shell(line: Launch, notes: Sequence[str] = (), optimizer: bool = False) -> str:
+def shell(line: Launch, notes: Sequence[str] = (), flag: str = NO_OPTIMIZER) -> str:
     """Returns a shell script that sets the array MEGATRON_ARGS to the flags.
 
     The user sources it and then runs `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`. Notes become
-    comments. optimizer: the checkpoint holds the state of an optimizer.
+    comments. flag: the one to load weights without the state of an optimizer, "" with it.
     """
-    without = "--no-load-rng" if optimizer else "--no-load-optim --no-load-rng"
+    without = f"{flag} --no-load-rng".lstrip()
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
         out = []
@@ -124,11 +125,11 @@ def shell(line: Launch, notes: Sequence[str] = (), optimizer: bool = False) -> s
     return "\n".join([*text, ")", ""])
 
 
-def files(line: Launch, notes: Sequence[str] = (), optimizer: bool = False) -> dict[str, str]:
+def files(line: Launch, notes: Sequence[str] = (), flag: str = NO_OPTIMIZER) -> dict[str, str]:
     """Returns the names and texts of the two files that mckpt writes beside a Megatron
-    checkpoint.
+    checkpoint. Its arguments are those of `shell`.
     """
-    return {SHELL: shell(line, notes, optimizer), JSON: as_json(line)}
+    return {SHELL: shell(line, notes, flag), JSON: as_json(line)}
 
 
 def as_json(line: Launch) -> str:

@@ -24,6 +24,7 @@ from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems, Shown, best_choices, shapes_of
 from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import MODEL, Directory, has_keys, listed, names_of, single_keys
+from mckpt.formats.megatron.fsdp_writing import lay_out_torch_dcp, renamed
 from mckpt.formats.megatron.interface import Common
 from mckpt.formats.megatron.optimizer import (
     MASTER,
@@ -143,11 +144,7 @@ class TorchDcp:
 
     def _bound(self, names: Names, problems: Problems) -> list[Bound]:
         """Returns the dialect's rules, with the keys that this checkpoint has for them."""
-        return [self._named(b, self.prefix + b.rule.key) for b in names.bound]
-
-    @staticmethod
-    def _named(b: Bound, key: str) -> Bound:
-        return b._replace(rule=b.rule._replace(key=key))
+        return [renamed(b, self.prefix + b.rule.key) for b in names.bound]
 
     def optimizer(self, names: Names) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none."""
@@ -272,5 +269,7 @@ FORMAT = Format(
     megatron=True,
     detect=detect,
     open=TorchDcp,
+    lay_out=lay_out_torch_dcp,
+    optimizer=True,
     parts=(METADATA, "*.distcp"),
 )

@@ -1,10 +1,13 @@
-"""The files of a new `torch_dist` checkpoint; `torch_dist` describes the format."""
+"""The files of a new `torch_dist` checkpoint; `torch_dist` describes the format. `lay_out_chunks`
+lays out any directory of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -54,6 +57,18 @@ FILE_BYTES = 256 << 20
 MAX_FILES = 128
 
 
+class Extra(NamedTuple):
+    """An item beside the chunks of the weights, and the keys stored with it."""
+
+    container: torch_file.TorchFile
+    keys: list[str]
+    tensor: tuple[str, tuple[int, ...]] | None = None  # its dtype and shape; None: an object
+
+
+# the key of each tensor of a rule, in the order of `Bound.keys`
+Named = Callable[[Bound], list[str]]
+
+
 class _Region(NamedTuple):
     """One region of a rule's tensor: a chunk of it for each layer and expert, all of one shape."""
 
@@ -88,24 +103,43 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
         distributed = [request.distributed and not link.matrices for link in chain]
         plain = common_of(request.groups, request.scalers, distributed, wrapped)
         request = replace(request, common={**request.common, "optimizer": plain})
-    scope, bound = request.names.scope(), _bound(request)
-    tensors, parts = _parts(request, bound)
-    placed, cuts = _place(parts, request.names.dims["num_layers"])
+    layout, outputs = lay_out_chunks(request, _bound(request), _objects(request))
+    return layout, [*outputs, *_small_files(request)]
+
+
+def lay_out_chunks(
+    request: MegatronRequest,
+    bound: list[Bound],
+    extras: Sequence[Extra],
+    named: Named | None = None,
+) -> tuple[Layout, list[TargetFile]]:
+    """Lays out the .distcp files and the `.metadata` of a directory with the tensors of these rules
+    and with `extras`.
+
+    named: the keys, if each tensor of a layer and an expert has one of its own; None: their axes
+    are the layers and experts that the rule's key does not name.
+    """
+    scope, num_layers = request.names.scope(), request.names.dims["num_layers"]
+    tensors, parts = _parts(request, bound, named)
+    placed, cuts = _place(parts, num_layers)
     files = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
     chunks: list[Chunks] = []
     items: list[Items] = []
     stored: list[Stored] = []
     for number, part in enumerate(parts):
         own = placed.of_part(number)
-        more, places = _indexed(part, own)
+        own_keys = named and _in_order(named(part.bound), part.bound, num_layers)
+        more, places = _indexed(part, own, own_keys)
         chunks += more
         items.append(places)
         stored.append(_stored(request, part, own))
-    objects = _objects(request)
-    places_of_objects, outputs = _data_files(files, parts, placed, cuts, objects)
-    names = [key for _, keys in objects for key in keys]
-    index = emit_metadata(tensors, names, chunks, [*items, *places_of_objects], files)
-    outputs += [metadata_file(METADATA, index), *_small_files(request)]
+    more_items, outputs = _data_files(files, parts, placed, cuts, extras)
+    for key, (dtype, shape) in ((key, e.tensor) for e in extras if e.tensor for key in e.keys):
+        tensors[key] = dtype, shape
+        chunks.append(Chunks(key, np.zeros((1, len(shape)), "i8"), shape))
+    names = [key for extra in extras if extra.tensor is None for key in extra.keys]
+    index = emit_metadata(tensors, names, chunks, [*items, *more_items], files)
+    outputs.append(metadata_file(METADATA, index))
     return Layout(files, stored, shapes_of(bound, scope)), outputs
 
 
@@ -123,7 +157,7 @@ def _bound(request: MegatronRequest) -> list[Bound]:
 
 
 def _parts(
-    request: MegatronRequest, bound: list[Bound]
+    request: MegatronRequest, bound: list[Bound], named: Named | None
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Region]]:
     """The dtype and shape of each stored tensor, by key; and the parts that all rules are cut into.
 
@@ -137,7 +171,7 @@ def _parts(
     for b in bound:
         whole = packed(b.rule, scope, request.padded_vocab_size)
         dtype, axes = dtype_of(b.rule, request.dtypes), b.axes(scope)
-        for key, _ in b.global_keys():
+        for key in named(b) if named else [key for key, _ in b.global_keys()]:
             if (known := tensors.get(key)) is not None and known[0] != dtype:
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}; give --dtype")
             tensors[key] = (dtype, (*axes, *stored_shape(b.rule, whole)))
@@ -171,8 +205,19 @@ def in_file_order(bound: list[Bound], num_layers: int) -> np.ndarray:
     return every[1:, np.argsort(every[0], kind="stable")]
 
 
-def _indexed(part: _Region, own: _PlacedChunks) -> tuple[list[Chunks], Items]:
-    """Returns the chunks of one part as `.metadata` lists them, by key, and their items."""
+def _in_order(keys: list[str], b: Bound, num_layers: int) -> list[str]:
+    """Returns the keys of a rule's tensors in the order of `in_file_order`."""
+    order = np.argsort(file_order(b, num_layers), kind="stable")
+    return [keys[number] for number in order.tolist()]
+
+
+def _indexed(
+    part: _Region, own: _PlacedChunks, keys: list[str] | None
+) -> tuple[list[Chunks], Items]:
+    """Returns the chunks of one part as `.metadata` lists them, by key, and their items.
+
+    keys: one for each chunk; None: those that the rule names.
+    """
     b = part.bound
     index = {"layer": b.places(own.layer), "expert": own.expert}
     offsets, inner = np.empty((len(own.part), len(part.shape)), "i8"), part.region.offset
@@ -180,8 +225,10 @@ def _indexed(part: _Region, own: _PlacedChunks) -> tuple[list[Chunks], Items]:
         inner = (inner[0] // part.region.shape[0], 0, *inner[1:])
     for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *inner]):
         offsets[:, axis] = offset
-    key_of = {layer: key for key, layer in b.global_keys()}
-    if len(key_of) > 1:
+    key_of = {layer: key for key, layer in b.global_keys()} if keys is None else {}
+    if keys is not None:
+        starts = list(range(len(own.part)))
+    elif len(key_of) > 1:
         starts = np.flatnonzero(np.diff(own.layer, prepend=-1)).tolist()
         keys = [key_of[layer] for layer in own.layer[starts].tolist()]
     else:
@@ -210,13 +257,13 @@ def _stored(request: MegatronRequest, part: _Region, own: _PlacedChunks) -> Stor
     )
 
 
-def _objects(request: MegatronRequest) -> list[tuple[torch_file.TorchFile, list[str]]]:
-    """Returns the objects beside the chunks: each container, and the keys stored with it."""
+def _objects(request: MegatronRequest) -> list[Extra]:
+    """Returns the objects beside the chunks."""
     scope = request.names.scope()
     empty = [key for b in request.names.objects for key in object_keys(b, scope)]
-    out = [(torch_file.lay_out([None], "archive"), empty)]
+    out = [Extra(torch_file.lay_out([None], "archive"), empty)]
     if request.common_as_object:
-        out.append((torch_file.lay_out([request.common], "archive"), [COMMON_OBJECT]))
+        out.append(Extra(torch_file.lay_out([request.common], "archive"), [COMMON_OBJECT]))
     return out
 
 
@@ -225,20 +272,22 @@ def _data_files(
     parts: list[_Region],
     placed: _PlacedChunks,
     cuts: list[int],
-    objects: list[tuple[torch_file.TorchFile, list[str]]],
+    extras: Sequence[Extra],
 ) -> tuple[list[Items], list[TargetFile]]:
-    """Returns the .distcp files of these names, of which the last one also contains the objects,
-    and the items of the objects.
+    """Returns the .distcp files of these names, of which the last one also contains the extras,
+    and the items of the extras.
     """
     containers = [part.container for part in parts]
     at, number, items = placed.at, placed.part, []
     sizes = np.array([container.size for container in containers], "i8")[number]
     # of the files, in bytes
     ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]
-    for container, keys in objects:
+    for container, keys, tensor in extras:
         where = ends[-1] + np.arange(len(keys)) * container.size
         last = np.full(len(keys), len(names) - 1)
-        items.append(Items(keys, None, None, last, where, container.size))
+        chunks = np.arange(len(keys)) if tensor else None
+        begins = np.zeros((len(keys), len(tensor[1])), "i8") if tensor else None
+        items.append(Items(keys, chunks, begins, last, where, container.size))
         at, number = np.append(at, where), np.append(number, np.full(len(keys), len(containers)))
         containers.append(container)
         ends[-1] += len(keys) * container.size

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -342,6 +343,29 @@ def is_undecayed(key: str, num_axes: int) -> bool:
     return num_axes == 1 or key.endswith(".bias")
 
 
+def group_of(
+    key: str, num_axes: int, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]
+) -> int:
+    """Returns the number of the param_group that a parameter belongs to.
+
+    With --apply-wd-to-qk-layernorm, Megatron decays the norms of q and k too. Raises UsageError for
+    groups that differ in something else.
+    """
+    kinds = [decays(group) for group in groups]
+    if len(kinds) == 1:
+        return 0
+    if sorted(kinds) != [False, True]:
+        raise UsageError(
+            f"the optimizer has {len(kinds)} param_groups, {sum(kinds)} of them with weight decay:"
+            " formats other than torch_dist list the parameters of each group, and mckpt knows"
+            " them only for one group with weight decay and one without; give --target-format"
+            " torch_dist to keep the optimizer, or --no-optimizer to convert the weights alone"
+        )
+    normed = any(f".{name}_layernorm." in key for name in ("q", "k"))
+    kept = bool(args.get("apply_wd_to_qk_layernorm")) and normed
+    return kinds.index(kept or not is_undecayed(key, num_axes))
+
+
 def next_group(
     key: str, shape: tuple[int, ...], following: Sequence[Any], decaying: Sequence[bool]
 ) -> int | None:
@@ -354,6 +378,18 @@ def next_group(
     fits = [number for number, own in enumerate(following) if own == shape]
     undecayed = is_undecayed(key, len(shape))
     return min(fits, key=lambda number: decaying[number] == undecayed, default=None)
+
+
+def masters_alone(layout: Layout) -> Layout:
+    """Returns a layout without the weights that have a master copy, from which they are rounded."""
+    rounded = {name for name in layout.shapes if f"{name}@{MASTER}" in layout.shapes}
+    left = [s for s in layout.stored if s.pieces and all(p.tensor in rounded for p in s.pieces)]
+    return replace(
+        layout,
+        stored=[s for s in layout.stored if s not in left],
+        shapes={name: shape for name, shape in layout.shapes.items() if name not in rounded},
+        ignored={**layout.ignored, **{s.key: "its master copy is the weight" for s in left}},
+    )
 
 
 def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:

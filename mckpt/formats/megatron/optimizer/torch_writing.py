@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
-from mckpt.errors import UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.megatron.interface import Common, MegatronRequest
 from mckpt.formats.megatron.optimizer.buckets import (
@@ -23,8 +22,7 @@ from mckpt.formats.megatron.optimizer.state import (
     MASTER,
     MASTER_KEYS,
     SCALER,
-    decays,
-    is_undecayed,
+    group_of,
     is_wrapped,
     links,
     scaler_record,
@@ -201,7 +199,7 @@ def _grouped(
             parameter = slot.of(0, request.names.parallel)
             if not link.updates(slot.kept.bound, len(parameter.shape)):
                 continue
-            number = group_of(parameter, groups, args)
+            number = group_of(slot.key, len(parameter.shape), groups, args)
             tensors = {}
             for state in states_of(slot.kept.bound, request.dtypes, aliases=True):
                 key = storages[v, slot.key, state] = f"optimizer.{len(storages)}"
@@ -211,24 +209,3 @@ def _grouped(
                 masters[number].append(master)
             members[number].append(tensors)
     return members, masters
-
-
-def group_of(p: Parameter, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> int:
-    """Returns the number of the param_group that a parameter belongs to.
-
-    With --apply-wd-to-qk-layernorm, Megatron decays the norms of q and k too. Raises UsageError for
-    groups that differ in something else.
-    """
-    kinds = [decays(group) for group in groups]
-    if len(kinds) == 1:
-        return 0
-    if sorted(kinds) != [False, True]:
-        raise UsageError(
-            f"the optimizer has {len(kinds)} param_groups, {sum(kinds)} of them with weight decay:"
-            " the files of the format torch must list the parameters of each group, and mckpt knows"
-            " them only for one group with weight decay and one without; give --target-format"
-            " torch_dist to keep the optimizer, or --no-optimizer to convert the weights alone"
-        )
-    normed = any(f".{name}_layernorm." in p.key for name in ("q", "k"))
-    kept = bool(args.get("apply_wd_to_qk_layernorm")) and normed
-    return kinds.index(kept or not is_undecayed(p.key, len(p.shape)))

@@ -1,0 +1,259 @@
+"""The files of a new `fsdp_dtensor` or `torch_dcp` checkpoint, and what the keys of both are made
+of; the modules of these names describe the formats.
+
+Megatron's trainer loads a `torch_dcp` only if it has all that the run itself would save: the
+optimizer, its schedule and random states too. Those random states are the ones with which a run
+begins. With Megatron-FSDP, the trainer of 0.19 loads weights only as it loads an optimizer. It then
+takes what the checkpoint lacks from a first step without gradients, but not the number of steps,
+which is therefore in a checkpoint of weights alone.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mckpt.containers import safe_pickle, torch_file
+from mckpt.errors import UsageError
+from mckpt.formats.base import Names, packed
+from mckpt.formats.megatron.chunked import MODEL, single_keys
+from mckpt.formats.megatron.interface import Common, MegatronRequest
+from mckpt.formats.megatron.optimizer import (
+    MASTER,
+    group_of,
+    is_muon,
+    state_bound,
+    states_of,
+)
+from mckpt.formats.megatron.torch_dist_writing import Extra, lay_out_chunks
+from mckpt.geometry.box import Layout
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound
+from mckpt.storage.files import TargetFile
+
+PREFIX = f"{MODEL}module."  # of the keys of weights in fsdp_dtensor
+HALVES = ("_w", "_v")  # the suffixes of the keys of the two halves of a weight
+# what wraps the model in the names of parameters: FSDP twice, and Float16Module
+WRAPPERS = "module.module.module."
+STATE, GROUP = "optimizer.state.", "optimizer.param_to_group_meta."
+BESIDE = ("content_metadata", "optimizer")  # of a common state, which these formats do not have
+SCHEDULE = "opt_param_scheduler"
+SEED = 1234  # the default of --seed
+WITHOUT = "give --no-optimizer to convert the weights alone"
+
+
+def lay_out_fsdp_dtensor(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
+    """Lays out the files of a `fsdp_dtensor` checkpoint."""
+    run = _Run.of(request)
+    _refuse(request, run, run.refusals("--use-megatron-fsdp", "pp", "vpp"), "fsdp_dtensor")
+    bound: list[Bound] = []
+    for b in run.bound:
+        for half in halves(b) if run.splits(b) else [b]:
+            states = states_of(half, request.dtypes)
+            weight = state_bound(half, MASTER) if MASTER in states else half
+            bound.append(renamed(weight, PREFIX + half.rule.key))
+            for state in states:
+                if state != MASTER:
+                    key = f"{STATE}{WRAPPERS}{half.rule.key}.{state}"
+                    bound.append(renamed(state_bound(half, state), key))
+    objects = list(_flat(request.common))
+    for group, members in zip(run.groups, run.members(), strict=True):
+        names = [GROUP + WRAPPERS + key for key in members]
+        objects += [([f"{name}.{k}" for name in names], v) for k, v in group.items()]
+    if not run.groups:
+        keys = [f"{GROUP}{WRAPPERS}{key}.step" for key in _keys(run.parameters)]
+        objects.append((keys, 0))
+    return lay_out_chunks(request, bound, _objects(objects), Bound.keys)
+
+
+def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
+    """Lays out the files of a `torch_dcp` checkpoint."""
+    run = _Run.of(request)
+    problems = run.refusals("--use-torch-fsdp2", "tp", "pp", "vpp", "ep", "expert_tp")
+    if request.names.dims["tied"]:
+        problems.append("--use-torch-fsdp2 demands an output layer of its own; give --format torch")
+    if not request.groups or SCHEDULE not in request.common:
+        problems.append(
+            "Megatron loads it only with an optimizer and its schedule, and the source has none or"
+            " leaves it out; a run with --use-torch-fsdp2 --ckpt-format torch_dcp also begins from"
+            " --format torch"
+        )
+    members = run.members()
+    keys_of = {b.rule.key: set(states_of(b, request.dtypes)) for b in run.parameters}
+    if request.groups and any(MASTER not in states for states in keys_of.values()):
+        problems.append(f"it needs a master copy of each parameter; {WITHOUT}")
+    _refuse(request, run, problems, "torch_dcp")
+    number: dict[str, str] = {}  # of each parameter; and of the master copy
+    masters: dict[str, str] = {}
+    for g, keys in enumerate(members):
+        number |= {key: str(len(number) + i) for i, key in enumerate(keys)}
+        masters |= {key: f"{g}.{i}" for i, key in enumerate(keys)}
+    bound = [renamed(b, MODEL + b.rule.key) for b in run.bound]
+    names: dict[tuple[str, str], list[str]] = {}  # of a rule's states: the keys
+    for b in run.parameters:
+        for state in sorted(keys_of[b.rule.key]):
+            one = state_bound(b, state)
+            names[one.rule.key, one.rule.of[0]] = [
+                f"optimizer.fp32_from_fp16_params.{masters[key]}"
+                if state == MASTER
+                else f"optimizer.optimizer.state.{number[key]}.{state}"
+                for key in _keys([b])
+            ]
+            bound.append(one)
+    objects = list(_flat(request.common))
+    for g, (group, keys) in enumerate(zip(run.groups, members, strict=True)):
+        fields = {**group, "params": [int(number[key]) for key in keys]}
+        at = f"optimizer.optimizer.param_groups.{g}."
+        objects += [([at + name], value) for name, value in fields.items()]
+    empty = [MODEL + key for key in _keys(request.names.objects)]
+    extras = [*_objects([*objects, (empty, None)]), *_random(int(run.args.get("seed") or SEED))]
+    return lay_out_chunks(
+        request, bound, extras, lambda b: names.get((b.rule.key, b.rule.of[0])) or b.keys()
+    )
+
+
+def renamed(b: Bound, key: str) -> Bound:
+    """Returns a rule with another key."""
+    return b._replace(rule=b.rule._replace(key=key))
+
+
+def halves(b: Bound) -> list[Bound]:
+    """Returns the rules of the two halves of a weight that packs gate and up."""
+    return [
+        b._replace(rule=b.rule._replace(key=b.rule.key + half, of=(name,), pack="one"))
+        for name, half in zip(b.rule.of, HALVES, strict=True)
+    ]
+
+
+def by_ranks(b: Bound, names: Names) -> str | None:
+    """Returns why a tensor that is not split has no whole form: Megatron-FSDP stores the parts that
+    tensor parallelism cuts by themselves rank by rank. None if it has one.
+    """
+    expert = "expert" in b.rule.indices
+    ways = names.parallel.expert_tp if expert else names.parallel.tp
+    parts = packed(b.rule, names.scope()).parts if b.rule.tp == "column" else ()
+    if ways == 1 or len(parts) < 2:
+        return None
+    return (
+        f"{b.keys()[0]}: at {'etp' if expert else 'tp'} {ways}, Megatron-FSDP stores the"
+        f" parts {', '.join(b.rule.of)} rank by rank"
+    )
+
+
+class _Run(NamedTuple):
+    """The run that is to load a checkpoint."""
+
+    request: MegatronRequest
+    args: dict[str, Any]
+    bound: list[Bound]  # the rules that are written
+
+    @classmethod
+    def of(cls, request: MegatronRequest) -> _Run:
+        args = Common(dict(request.common), "the new checkpoint").args or {}
+        return cls(request, args, [b for b in request.names.bound if b.rule.written])
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        """Returns the param_groups of the only optimizer."""
+        return self.request.groups[0] if self.request.groups else ()
+
+    @property
+    def parameters(self) -> list[Bound]:
+        """Returns the rules of the parameters that the optimizer updates."""
+        is_parameter = self.request.names.mapping.registration.is_parameter
+        rules = [b for b in self.bound if is_parameter(b.rule.key) and not b.rule.alias]
+        trained = [b for b in rules if states_of(b, self.request.dtypes)]
+        return trained if self.request.groups else rules
+
+    def splits(self, b: Bound) -> bool:
+        """Returns whether Megatron-FSDP stores gate and up of this rule by themselves."""
+        return b.rule.pack == "gated" and bool(self.args.get("swiglu"))
+
+    def members(self) -> list[list[str]]:
+        """Returns the parameters of each param_group, in the order of their registration."""
+        out: list[list[str]] = [[] for _ in self.groups]
+        scope, group = self.request.names.scope(), dict[str, int]()
+        for b in self.parameters if self.groups else ():
+            num_axes = len(packed(b.rule, scope).shape)
+            for key in _keys([b]):
+                group[key] = group_of(key, num_axes, self.groups, self.args)
+        for key in self.request.names.mapping.registration.sorted(group):
+            out[group[key]].append(key)
+        return out
+
+    def refusals(self, flag: str, *sizes: str) -> list[str]:
+        """Returns the reasons why no run with this flag could load the model.
+
+        sizes: those that must be 1.
+        """
+        parallel, mapping = self.request.names.parallel, self.request.names.mapping
+        own = {name: getattr(parallel, name) for name in sizes}
+        out = [f"{flag} takes no {name} {n}; give 1" for name, n in own.items() if n > 1]
+        if not self.args or mapping.whole:
+            out.append("it needs Megatron's args, of a text model; give --format torch_dist")
+        elif not (self.args.get("bf16") or self.args.get("fp16")):
+            out.append("a run in fp32 names its weights otherwise; give --dtype bf16")
+        if is_muon(self.request.groups):
+            out.append(f"{flag} takes no Muon; {WITHOUT}")
+        if any(self.request.scalers):
+            out.append(f"it has no place for the loss scaler of fp16; {WITHOUT}")
+        return out
+
+
+def _refuse(request: MegatronRequest, run: _Run, problems: list[str], name: str) -> None:
+    """Raises UsageError with these problems, and with those of the tensors, if there are any."""
+    found = (by_ranks(b, request.names) for b in run.bound if not run.splits(b))
+    problems = [*problems, *(f"{text}; give tp and etp 1" for text in found if text)]
+    if problems:
+        raise UsageError.of(f"the format {name} cannot hold what would be written:", problems)
+
+
+def _keys(bound: Iterable[Bound]) -> list[str]:
+    return [key for b in bound for key, _, _ in single_keys(b)]
+
+
+_Values = tuple[list[str], Any]  # keys, and the value of all of them
+
+
+def _flat(common: Any) -> Iterator[_Values]:
+    """Yields the objects of a common state; the schedule is one for each entry."""
+    for name, value in common.items():
+        if name == SCHEDULE:
+            yield from (([f"{name}.{key}"], one) for key, one in value.items())
+        elif name not in BESIDE:
+            yield [name], value
+
+
+def _objects(values: Iterable[_Values]) -> list[Extra]:
+    return [Extra(torch_file.lay_out(value, "archive"), keys) for keys, value in values if keys]
+
+
+def _random(seed: int) -> Iterator[Extra]:
+    """Yields the random states of a rank that begins with a seed, as `_set_random_seed` and
+    `model_parallel_cuda_manual_seed` of Megatron-Core set them.
+    """
+    twister = np.random.RandomState(seed).get_state(legacy=False)  # torch has the same
+    words = twister["state"]["key"].astype("<u8")
+    cpu = struct.pack("<QiiQ", seed, 1, 1, 0) + words.tobytes() + bytes(40)
+    states = {
+        "torch_rng_state": cpu,
+        "cuda_rng_state": _cuda(seed),
+        "rng_tracker_states.data-parallel-rng": _cuda(seed),
+        "rng_tracker_states.model-parallel-rng": _cuda(seed + 2718),
+        "rng_tracker_states.expert-parallel-rng": _cuda(seed + 1024),
+    }
+    for name, data in states.items():
+        record = safe_pickle.tensor("uint8", (len(data),), "0", data)
+        container = torch_file.lay_out(record, "archive")
+        yield Extra(container, [f"rng_state.0.{name}"], ("uint8", (len(data),)))
+    plain = {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": ("MT19937", words.tolist(), 624, 0, 0.0),
+    }
+    yield from _objects(([f"rng_state.0.{name}"], value) for name, value in plain.items())
+
+
+def _cuda(seed: int) -> bytes:
+    return struct.pack("<QQ", seed, 0)
