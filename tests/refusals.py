@@ -688,18 +688,14 @@ for name, start in (("qwen3-torch_dcp", "model."), ("qwen3-moe-ep2-fsdp_dtensor"
 rows("read only", "fsdp/qwen3-torch_dcp", "reshard SRC DST --target-format {}", {
     "zarr": ("zarr", "'torch_dist'"),
 }, 2)
-for name, wrong in (
-    ("torch_dcp", {
-        "tp": ("--target-tp 2", "--use-torch-fsdp2 takes no tp 2"),
-        "weights": ("--no-optimizer", "loads it only with an optimizer", "--format torch"),
-        "fp32": ("--no-optimizer --dtype fp32", "a run in fp32", "give --dtype bf16"),
-    }),
-    ("fsdp_dtensor", {
-        "pp": ("--target-pp 2", "--use-megatron-fsdp takes no pp 2; give 1"),
-        "fp32": ("--no-optimizer --dtype fp32", "a run in fp32", "give --dtype bf16"),
-    }),
-):
-    rows(f"into {name}", "fsdp/qwen3-plain", f"reshard SRC DST --target-format {name} {{}}", wrong, 2)
+FP32 = {"--no-optimizer --dtype fp32": ("a run in fp32", "give --dtype bf16")}
+rows("into torch_dcp", "fsdp/qwen3-plain", "reshard SRC DST --target-format torch_dcp {}", {
+    "--target-tp 2": ("--use-torch-fsdp2 takes no tp 2",),
+    "--no-optimizer": ("loads it only with an optimizer", "fsdp_dtensor may"),
+} | FP32, 2)
+rows("into fsdp_dtensor", "fsdp/qwen3-plain", "reshard SRC DST --target-format fsdp_dtensor {}", {
+    "--target-pp 2": ("--use-megatron-fsdp takes no pp 2; give 1",),
+} | FP32, 2)
 rows("a save that never finished", "fsdp/qwen3-plain", "reshard SRC DST {}", {
     "": (3, "has no metadata.json: its save never finished"),
 }, damage=gone("iter_0000001/metadata.json"))

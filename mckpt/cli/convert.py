@@ -143,7 +143,7 @@ def _adapters_to_hf(
     "--target-format",
     type=shared.MEGATRON_FORMATS,
     help="Format of the new checkpoint. Without it, the source's, or torch_dist for a format that"
-    " mckpt only reads.",
+    " mckpt only reads, or that only sharded models load.",
 )
 @shared.dialect_option("target-", otherwise="the source's")
 @shared.of_target("no_optimizer keep_padding")

@@ -49,7 +49,13 @@ if TYPE_CHECKING:
 
 WRITTEN_FORMATS = click.Choice([name for name, one in formats.FORMATS.items() if one.written])
 MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
-TRAINED = click.Choice([name for name in MEGATRON_FORMATS.choices if not formats.dialect_of(name)])
+TRAINED = click.Choice(
+    [
+        name
+        for name, one in formats.FORMATS.items()
+        if one.megatron and one.loads_anywhere and not one.dialect
+    ]
+)
 DIVISIBLE_BY = 128  # Megatron's default
 
 conversion_option = in_section(CONVERSION)

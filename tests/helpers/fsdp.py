@@ -25,8 +25,8 @@ def stub() -> None:
     # STUB: the device of the mesh
     DeviceMesh.from_group = lambda group, device_type, *a, **k: on_mesh(group, "cpu", *a, **k)
     train.install_adam()
-    # STUB: it skips empty shards, for which FusedAdam has a state even without a gradient, and the
-    # stand-in has none; the ranks would then load different tensors
+    # STUB: it skips empty shards, of which the stand-in for FusedAdam then has no state; the ranks
+    # would load different tensors
     DistributedOptimizer._init_optimizer_states_with_dummy_values = empty_step
     ChainedOptimizer.state_dict = state_dict_of_one
 

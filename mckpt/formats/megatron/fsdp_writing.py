@@ -73,12 +73,11 @@ def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile
     run = _Run.of(request)
     problems = run.refusals("--use-torch-fsdp2", "tp", "pp", "vpp", "ep", "expert_tp")
     if request.names.dims["tied"]:
-        problems.append("--use-torch-fsdp2 demands an output layer of its own; give --format torch")
+        problems.append("--use-torch-fsdp2 takes no model whose output layer is the embedding")
     if not request.groups or SCHEDULE not in request.common:
         problems.append(
-            "Megatron loads it only with an optimizer and its schedule, and the source has none or"
-            " leaves it out; a run with --use-torch-fsdp2 --ckpt-format torch_dcp also begins from"
-            " --format torch"
+            "Megatron loads it only with an optimizer and its schedule, which the source does not"
+            " have or --no-optimizer leaves out; fsdp_dtensor may have weights alone"
         )
     members = run.members()
     keys_of = {b.rule.key: set(states_of(b, request.dtypes)) for b in run.parameters}
@@ -195,6 +194,8 @@ class _Run(NamedTuple):
             out.append("it needs Megatron's args, of a text model; give --format torch_dist")
         elif not (self.args.get("bf16") or self.args.get("fp16")):
             out.append("a run in fp32 names its weights otherwise; give --dtype bf16")
+        if any(":" in name for b in self.bound for name in b.rule.of):
+            out.append(f"{flag} trains no adapters; give --format torch_dist")
         if is_muon(self.request.groups):
             out.append(f"{flag} takes no Muon; {WITHOUT}")
         if any(self.request.scalers):
