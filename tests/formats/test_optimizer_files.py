@@ -21,9 +21,8 @@ from mckpt.conversion.optimizer import prove
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.megatron.interface import Common
-from mckpt.formats.megatron.optimizer import flat, torch_reading
+from mckpt.formats.megatron.optimizer import flat, group_of, torch_reading
 from mckpt.formats.megatron.optimizer import state as links
-from mckpt.formats.megatron.optimizer.buckets import Parameter
 from mckpt.formats.megatron.optimizer.flat import places
 from mckpt.formats.megatron.optimizer.state import (
     groups_of,
@@ -32,7 +31,6 @@ from mckpt.formats.megatron.optimizer.state import (
     scalers_of,
     unkept,
 )
-from mckpt.formats.megatron.optimizer.torch_writing import group_of
 from mckpt.geometry.box import range_boxes
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.registration import Registration
@@ -169,17 +167,15 @@ def test_the_optimizers_of_muon_follow_the_sizes() -> None:
 
 
 def test_groups_that_differ_in_more_than_decay_are_refused() -> None:
-    norm = Parameter(
-        "decoder.layers.0.self_attention.q_layernorm.weight", "bfloat16", (4,), (), 0, 0
-    )
-    weight = norm._replace(key="output_layer.weight", shape=(4, 2))
+    norm = "decoder.layers.0.self_attention.q_layernorm.weight", 1
+    weight = "output_layer.weight", 2
     both = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
-    assert [group_of(p, both, {}) for p in (weight, norm)] == [0, 1]
-    assert [group_of(p, both[::-1], {}) for p in (weight, norm)] == [1, 0]
-    assert group_of(norm, both, {"apply_wd_to_qk_layernorm": True}) == 0
-    assert group_of(norm, both[:1], {}) == 0
+    assert [group_of(*p, both, {}) for p in (weight, norm)] == [0, 1]
+    assert [group_of(*p, both[::-1], {}) for p in (weight, norm)] == [1, 0]
+    assert group_of(*norm, both, {"apply_wd_to_qk_layernorm": True}) == 0
+    assert group_of(*norm, both[:1], {}) == 0
     with pytest.raises(UsageError, match="3 param_groups, 2 of them with weight decay"):
-        group_of(weight, [*both, {"wd_mult": 1.0, "lr_mult": 2.0}], {})
+        group_of(*weight, [*both, {"wd_mult": 1.0, "lr_mult": 2.0}], {})
 
 
 def change_args(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
