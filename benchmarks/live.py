@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.live run HF --tp 2
     torchrun --nproc-per-node 2 -m benchmarks.live run HF --ep 2 --peer
     torchrun --nproc-per-node 2 -m benchmarks.live run HF --tp 2 --delta device
+    torchrun --nproc-per-node 2 -m benchmarks.live run HF --pp 2 --direct 2
 
 `make` writes a Hugging Face directory of a published shape with made-up weights. `run` builds its
 model over all ranks, with NCCL and a GPU for each rank or with gloo on the CPU, and fills it and
@@ -12,6 +13,8 @@ the model, and fills and gathers the same one in the same run: AutoBridge.load_h
 export_hf_weights. Both must set the same bits and yield the same tensors. `--quantize` gathers the
 codes of quantised weights too, and `--save` writes the model as a Hugging Face directory and as
 `torch_dist` in DIR. `--delta` gathers what changed where some shares of the elements have.
+`--direct N` sends each rank the boxes that it would hold as a rank of an engine at tp N, beside the
+sync of whole tensors, and prints the bytes that each link has in both.
 
 Rank 0 prints JSON: seconds of each round; the most memory of the device that a round needed beside
 the model, in bytes; the bytes of all tensors; the seconds of the parts of each load on rank 0
@@ -65,6 +68,7 @@ def main() -> None:
     run.add_argument("--quantize", choices=("fp8", "mxfp8"))
     run.add_argument("--save", type=Path, metavar="DIR")
     run.add_argument("--delta", choices=("host", "device"))
+    run.add_argument("--direct", type=int, metavar="ENGINE_TP")
     given = parser.parse_args()
     if given.command == "make":
         name, changed = SHAPES[given.shape]
@@ -110,6 +114,15 @@ def measure(given: argparse.Namespace) -> None:
         begun = time.perf_counter()
         return gather(sync()), time.perf_counter() - begun
 
+    direct = None
+    if given.direct:
+        engine = live.engine_boxes(given.hf, tp=given.direct)
+        boxes = {rank: engine[rank % given.direct] for rank in range(dist.get_world_size())}
+        direct = live.Sync(chunks, like=given.hf, bucket_bytes=given.bucket_bytes, to=boxes)
+
+    def received() -> int:
+        return sum(tensor.nbytes for _, _, tensor in direct()) if direct else 0
+
     how = {"threads": given.threads, "max_memory": given.max_memory}
     steps: dict[str, Callable[[], Any]] = {
         "load": lambda: live.load(chunks, given.hf, **how),
@@ -117,6 +130,8 @@ def measure(given: argparse.Namespace) -> None:
     }
     if coded is not None:
         steps[f"sync {given.quantize}"] = lambda: gather(coded())
+    if direct is not None:
+        steps["sync direct"] = received
     for form in ("hf", "torch_dist") if given.save else ():
         steps[f"save {form}"] = partial(saved, chunks, given, form)
     if bridge is not None:
@@ -145,6 +160,9 @@ def measure(given: argparse.Namespace) -> None:
             if name.endswith("load"):
                 bits[name] = sum(digest(weight) for weight in weights)
         assert len(set(bits.values())) == 1, f"the loads set different bits: {bits}"
+    for name, one in (("sync", sync), ("sync direct", direct)):
+        if direct is not None and one is not None:
+            found[name]["link_bytes"] = {f"{a} to {b}": n for (a, b), n in one.links.items()}
     if given.delta:
         found["delta"] = changes(chunks, weights, given)
     if cuda:

@@ -83,8 +83,8 @@ class _PeftTensor(NamedTuple):
 class Products:
     """The products of adapters that the ranks add to the weights that they send."""
 
-    def __init__(self, buckets: Buckets, form: PeftForm) -> None:
-        """buckets: the plan of the merged weights. form: the adapters.
+    def __init__(self, buckets: Buckets, form: PeftForm, own: int) -> None:
+        """buckets: the plan of the merged weights. form: the adapters. own: this rank in the plan.
 
         Raises UsageError for DoRA.
         """
@@ -93,14 +93,13 @@ class Products:
         self._places = sorted(_PeftTensor(at, row.key) for row, at in tensors_of(output))
         self._known: dict[int, Product] = {}
         self._held: dict[str, torch.Tensor] = {}
-        self.needed: dict[int, set[str]] = {}  # rank -> the tensors of PEFT that its products need
+        self.needed: set[str] = set()  # the tensors of PEFT that the products of this rank need
         for bucket in buckets.listed:
             pairs = zip(bucket.copies["grid"].tolist(), bucket.rank.tolist(), strict=True)
             for grid, rank in {pair for pair in pairs if pair[0] != UNSCALED}:
                 product = self._product(grid)
-                names = {self._place(f).name for f in (product.left, product.right)}
-                for one in bucket.to if rank == OWN else (rank,):
-                    self.needed.setdefault(one, set()).update(names)
+                if rank == own or (rank == OWN and own in bucket.to):
+                    self.needed |= {self._place(f).name for f in (product.left, product.right)}
 
     def _product(self, grid: int) -> Product:
         if (found := self._known.get(grid)) is None:

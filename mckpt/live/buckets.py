@@ -32,7 +32,7 @@ from mckpt.formats.hf_encodings import WRITTEN
 from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.box import Layout, Stored, clip
 from mckpt.geometry.join import Joined, join
-from mckpt.live.model import ranks_of
+from mckpt.live.model import RankParts, ranks_of
 from mckpt.mapping import Bound
 from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile
@@ -59,6 +59,7 @@ class ExportedTensor(NamedTuple):
     whole: tuple[int, ...]  # shape of the whole tensor
     at: int  # the place of its first byte: the number of the file, shifted by FILE, and the byte
     quantised: bool  # it is quantised when it is complete
+    start: tuple[int, ...]  # of a box of a tensor (`live.direct`): its first index along each axis
     to: frozenset[int]  # the ranks that receive it
 
     @property
@@ -80,6 +81,21 @@ class Bucket(NamedTuple):
     shift: np.ndarray
     segments: dict[int, tuple[int, int]]  # rank -> the first byte of its segment, and its size
     nbytes: int
+    # of a plan of boxes (`live.direct`), whose buckets are those of one rank: rank -> the first
+    # byte of the message to it, and its size. `segments` then has the messages from other ranks.
+    sent: dict[int, tuple[int, int]] | None = None
+
+
+class Transfer(NamedTuple):
+    """What one rank sends of one box that a receiver holds."""
+
+    sender: int
+    receiver: int  # the sender itself: it copies what it has
+    name: str
+    box: tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
+    source: str  # the key of Megatron's tensor that has the elements
+    source_box: tuple[tuple[int, int], ...]  # the part of it that the sender holds
+    nbytes: int
 
 
 class Buckets(NamedTuple):
@@ -89,6 +105,22 @@ class Buckets(NamedTuple):
     joined: Joined  # source places of copies are those of this rank, where it holds the elements
     listed: list[Bucket]
     most: int  # bytes of a bucket
+    transfers: Sequence[Transfer] = ()  # of boxes
+
+    @property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Returns the bytes of a call from each sender to each receiver."""
+        found: dict[tuple[int, int], int] = {}
+        sent = [(one.sender, one.receiver, one.nbytes) for one in self.transfers]
+        for bucket in () if self.transfers else self.listed:
+            pairs = (
+                (rank, size, to) for rank, (_, size) in bucket.segments.items() for to in bucket.to
+            )
+            sent += [(rank, to, size) for rank, size, to in pairs]
+        for sender, receiver, nbytes in sent:
+            if sender != receiver:
+                found[sender, receiver] = found.get((sender, receiver), 0) + nbytes
+        return found
 
 
 class Exported(NamedTuple):
@@ -158,7 +190,9 @@ def plan(
             shape = (min(step, count - first), *row.shape[1:]) if row.shape else ()
             place, ranks = at + first * width, receivers[row.key]
             tensors.append(
-                ExportedTensor(row.key, row.dtype, shape, first, row.shape, place, quantise, ranks)
+                ExportedTensor(
+                    row.key, row.dtype, shape, first, row.shape, place, quantise, (), ranks
+                )
             )
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
@@ -298,15 +332,12 @@ def _senders(
     receivers: of each tensor. tensor: the number of each copy's tensor.
     """
     ranks = ranks_of(model)
-    starts, held, shifts = [], [], []
+    held, shifts = [], []
     for at, same in ranks.holders.items():
-        name, start, _ = ranks.metadata.items[at]
-        starts.append((ranks.number[name] << FILE) + start)
+        start = ranks.metadata.items[at][1]
         held.append(frozenset(rank for rank, _ in same))
         shifts.append(next((part.at - start for rank, part in same if rank == own), 0))
-    order = np.argsort(np.array(starts, "i8"))
-    source = (copies["src_file"].astype("i8") << FILE) + copies["src_at"]
-    part = order[np.searchsorted(np.array(starts, "i8")[order], source, "right") - 1]
+    part = parts_of_copies(copies, ranks)
     every, wanted = dict.fromkeys(held), dict.fromkeys(receivers)
     covers = np.array([[to <= ranks for ranks in every] for to in wanted], bool)
     number = {ranks: i for i, ranks in enumerate(every)}
@@ -319,6 +350,16 @@ def _senders(
     copies["src_at"] += shift
     senders = np.array([ranks.rank_of(file) for file in range(len(ranks.files))], "i4")
     return np.where(inside, OWN, senders[copies["src_file"]]), shift
+
+
+def parts_of_copies(copies: np.ndarray, ranks: RankParts) -> np.ndarray:
+    """Returns the number of the part in `ranks.holders` that each copy reads."""
+    items = (ranks.metadata.items[at] for at in ranks.holders)
+    starts = np.array([(ranks.number[name] << FILE) + start for name, start, _ in items], "i8")
+    order = np.argsort(starts)
+    source = (copies["src_file"].astype("i8") << FILE) + copies["src_at"]
+    found: np.ndarray = order[np.searchsorted(starts[order], source, "right") - 1]
+    return found
 
 
 def _bucket(

@@ -94,13 +94,13 @@ def steps_of(
     bucket: Bucket,
     casts: Sequence[Cast],
     rank: int,
-    memory: Memory,
+    memory: Memory | None,
     special: Callable[[Cast], bool],
 ) -> Steps:
     """Returns the work of a rank for a bucket.
 
-    memory: of the weights of this rank. special: of a cast, whether its copies must be done one by
-    one.
+    memory: of the weights of this rank, None if it has none. special: of a cast, whether its copies
+    must be done one by one.
     """
     receives = rank in bucket.to
     first, size = bucket.segments.get(rank, (0, 0))
@@ -116,7 +116,7 @@ def steps_of(
     places: list[tuple[bool, int]] = []
     made = 0
     for tensor, of_tensor in zip(bucket.tensors, parts, strict=True):
-        if receives:
+        if receives and rank in tensor.to:  # they come first
             at = _in_one(of_tensor, tensor, casts)
             nbytes = math.prod(tensor.shape) * itemsize(tensor.dtype)
             place = (made if at is None else at) // itemsize(tensor.dtype)
@@ -128,7 +128,7 @@ def steps_of(
         dense = (copy.run, 1)
         width = itemsize(cast.source)
         src_strides = copy.src_pitch // width, copy.src_step // width
-        weight = memory.number(copy.src_at) if copy.rank in (rank, OWN) else 0
+        weight = memory.number(copy.src_at) if memory and copy.rank in (rank, OWN) else 0
         width = itemsize(cast.target)
         at = copy.at // width
         adds = (copy.grid, copy.src_at - copy.shift) if cast.term else (UNSCALED, 0)
@@ -136,7 +136,7 @@ def steps_of(
             start = at - (0 if receives else first // width)
             move = LiveMove(copy.number, shape, copy.src_at, src_strides, start, dense, None, *adds)
             send.add(cast, move, weight)
-        if receives and places[copy.number][0]:
+        if copy.number < len(places) and places[copy.number][0]:
             tensor = bucket.tensors[copy.number]
             start = places[copy.number][1] + (copy.dst_at - tensor.byte) // width
             strides = copy.dst_pitch // width, copy.dst_step // width
@@ -146,7 +146,7 @@ def steps_of(
             else:
                 move = LiveMove(copy.number, shape, at, dense, start, strides)
                 receive.add(Cast(cast.target, cast.target), move, None)
-    buffer = bucket.nbytes if receives else size
+    buffer = bucket.nbytes if receives or bucket.sent else size
     tensors: dict[tuple[bool, str, bool], list[View]] = {}
     for number, (is_made, start) in enumerate(places):
         tensor = bucket.tensors[number]

@@ -5,18 +5,21 @@ again and again: the plan is made once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mckpt import formats
 from mckpt.adapters.checkpoint import AdapterCheckpoint
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.errors import UsageError
+from mckpt.errors import MckptError, UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
+from mckpt.geometry.box import Box
 from mckpt.live.adapters import LiveTensors, Products, chosen
-from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, plan
+from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, Transfer, plan
 from mckpt.live.deltas import Deltas, Kept
+from mckpt.live.direct import Bounds, Boxes, Links, bounds_of, plan_boxes
+from mckpt.live.meeting import Meeting
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
 from mckpt.live.quantising import quantised
@@ -50,6 +53,14 @@ class Slice(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Shard(NamedTuple):
+    """A box of a Hugging Face tensor: (start, stop) along each axis."""
+
+    name: str
+    box: Bounds
+    tensor: torch.Tensor
+
+
 class Sync:
     """The Hugging Face tensors of a live model, gathered in buckets each time it is called.
 
@@ -71,7 +82,8 @@ class Sync:
         bucket_bytes: int | str | None = None,
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         quantize: Literal["fp8", "mxfp8"] | None = None,
-        to: To = None,
+        to: To | Mapping[int, Boxes] = None,
+        group: Any = None,
         slices: bool = False,
         adapter: Literal["merged", "only", "none"] = "merged",
         allow_inexact: Collection[str] = (),
@@ -88,7 +100,11 @@ class Sync:
         dtype: of all tensors; without it, each has that of the parameter.
         quantize: "fp8" or "mxfp8" gives the weights of linear layers as codes, and their scales.
         to: the ranks that receive the tensors: None for all, the number of one rank, or a function
-            that returns the names for a rank, which must return the same on all ranks.
+            that returns the names for a rank, which must return the same on all ranks. Or the
+            boxes that ranks hold: rank -> name -> boxes, as (start, stop) along each axis. Each
+            rank then receives these boxes and nothing else, as `Shard`s.
+        group: a process group of all ranks of the trainer and other processes, which receive boxes
+            by a `Receiver`; its ranks are those of `to`. Without `to`, receivers state theirs.
         slices: yield a `Slice` for each tensor, so that a larger one can come in several.
         adapter: of a model whose modules are wrapped by adapters (LoRA): "merged" gives the weights
             with the products of the adapters added, "none" without them, and "only" gives the
@@ -107,7 +123,7 @@ class Sync:
             "bucket_bytes": bucket_bytes,
             "dtype": dtype,
             "quantize": quantize,
-            "to": to,
+            "to": to if not isinstance(to, Mapping) else "boxes",  # which the plan compares
             "slices": slices,
             "adapter": adapter,
             "allow_inexact": set(allow_inexact),
@@ -124,33 +140,41 @@ class Sync:
             checked = SyncOptions(**listed)
             return Memory(model_chunks), checked.bucket_bytes
 
-        self.memory, most = own_result(begun, lambda _: {"function": "Sync", **given})
-        self.slices, self.snapshot, self.allow_overflow = slices, snapshot, allow_overflow
-        self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
-        model = collected(self.memory, described)
-        target = TargetOptions(
-            formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
-        )
+        def make() -> tuple[torch.device, Callable[[int], Buckets] | None]:
+            memory, most = own_result(begun, lambda _: {"function": "Sync", **given})
+            self.memory: Memory | None = memory
+            self.slices, self.snapshot, self.allow_overflow = slices, snapshot, allow_overflow
+            self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
+            model = collected(memory, described)
+            target = TargetOptions(
+                formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
+            )
 
-        def wanted() -> LiveTensors:
-            refuse_other_settings(self.memory.chunks, model)
-            return chosen(model, adapter)
+            def wanted() -> LiveTensors:
+                refuse_other_settings(memory.chunks, model)
+                return chosen(model, adapter)
 
-        self._factors: Sync | None = None
-        found, merged, form = own_result(wanted)
-        self._make(found, target, most, to, delta)
-        if merged is not None and form is not None:
-            self._products = own_result(lambda: Products(self._plan, form))
-            needed = self._products.needed
-            self._factors = Sync.of_factors(self.memory, merged, lambda rank: needed.get(rank, ()))
-        release(model)
+            self._factors: Sync | None = None
+            found, merged, form = own_result(wanted)
+            receivers = own_result(lambda: met.receivers(given)) if met.boxes else to
+            self._make(found, target, most, receivers, delta)
+            if merged is not None and form is not None:
+                self._products = own_result(lambda: Products(self._plan, form, self.rank))
+                needed = gathered(lambda: self._products.needed)
+                self._factors = Sync.of_factors(memory, merged, lambda rank: needed[rank])
+            release(model)
+            return self._device, self._of_rank
+
+        self._group = group
+        met = Meeting(group, to, trains=True)
+        met.make(make)
 
     @classmethod
     def of_factors(cls, memory: Memory, adapter: AdapterCheckpoint, to: To = None) -> Sync:
         """Returns what gathers the factors of the adapters of a live model."""
         found = cls.__new__(cls)
         found.memory, found.slices, found.scheme, found.snapshot = memory, False, None, False
-        found.allow_overflow, found._factors = True, None
+        found.allow_overflow, found._factors, found._group = True, None, None
         found._make(adapter, TargetOptions(formats.HUGGING_FACE), None, to)
         return found
 
@@ -159,24 +183,36 @@ class Sync:
         model: Checkpoint,
         target: TargetOptions,
         most: int | None,
-        to: To,
+        to: To | Mapping[int, Boxes],
         delta: Literal["host", "device"] | None = None,
     ) -> None:
         """Makes the plan. The arguments are those of `plan`."""
-        self.rank, self.world = rank_and_world()
-        args = target, most, to, self.slices, self.world, self.rank, delta is not None
-        self._plan = own_result(lambda: plan(model, *args), _digest)
-        self.config: dict[str, Any] = self._plan.config  # the content of config.json
-        self._device = self.memory.device
+        self.rank, self.world = rank_and_world(self._group)
+        self._of_rank: Callable[[int], Buckets] | None = None
+        if isinstance(to, Mapping):
+            ranks = gathered(lambda: self.rank)
+            links = own_result(lambda: plan_boxes(model, target, most, to, ranks), Links.digest)
+            self._of_rank, made = links.of, links.of(self.rank, all_transfers=True)
+        else:
+            args = target, most, to, self.slices, self.world, self.rank, delta is not None
+            made = own_result(lambda: plan(model, *args), _digest)
+        assert self.memory is not None
+        self._adopt(made, self.memory.device, bool(target.quantize))
+        self._kept = Kept(self, delta) if delta else None
+
+    def _adopt(self, made: Buckets, device: torch.device, quantises: bool = False) -> None:
+        """Prepares the work of this rank for a plan."""
+        self._plan, self._device = made, device
+        self.config: dict[str, Any] = made.config  # the content of config.json
         casts = self._plan.joined.casts
         # whether a value may not fit into its dtype, which all ranks learn at the end
-        self._checks = bool(target.quantize) or any(self._overflows(cast) for cast in casts)
+        self._checks = quantises or any(self._overflows(cast) for cast in casts)
         self._steps = [
             steps_of(bucket, casts, self.rank, self.memory, self._is_special)
             for bucket in self._plan.listed
         ]
         self._steps = even_rooms(self._steps, self._plan.most)
-        self._kept = Kept(self, delta) if delta else None
+        self._posted = len(self._steps)  # the buckets that a call has begun to send
         self._side = None
         if self._device.type == "cuda":
             import torch
@@ -203,6 +239,33 @@ class Sync:
         """Returns the names of the tensors, in the order in which they come."""
         return list(self.tensors)
 
+    @property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Returns the bytes that a call sends from each rank to each other rank, if no rank sends
+        a segment to several at once: (sender, receiver) -> bytes.
+        """
+        return self._plan.links
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Returns what each rank sends to each other rank, and copies of its own, of boxes."""
+        return list(self._plan.transfers)
+
+    def fill(self, tensors: Mapping[tuple[str, Bounds], torch.Tensor]) -> None:
+        """Makes a call, and copies each box that this rank receives into a tensor.
+
+        Raises one error on all ranks if a box has no tensor, or one of another dtype or shape.
+        """
+        with closing(self()) as received:
+            for name, box, tensor in received:
+                target = tensors.get((name, box))
+                if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+                    raise UsageError(
+                        f"{name} {list(box)}: comes as {tensor.dtype} {list(tensor.shape)}, and"
+                        " there is no such tensor to fill"
+                    )
+                target.copy_(tensor)
+
     def __call__(self) -> Any:
         """Returns an iterator as of `_given_now`, or with `delta` the `Deltas`."""
         return self._given_now() if self._kept is None else Deltas(self._kept)
@@ -218,40 +281,76 @@ class Sync:
         could not be quantised. If a rank is lost, no rank yields the tensors of a bucket that has
         not reached all of them.
         """
-        self.memory.complete()
-        self.memory.refresh()
-        self._refused = refusal_of(self.memory.refuse_changed)
+        memory = self.memory
+        assert memory is not None
+        # receivers in other processes learn of it as the ranks of the model do
+        self._refused = refusal_of(memory.complete)
+        memory.refresh()
+        self._refused = self._refused or refusal_of(memory.refuse_changed)
         if self.snapshot and self._refused is None:
-            self.memory.keep()
+            memory.keep()
         try:
             yield from self._given()
         finally:
-            self.memory.refresh()
+            memory.refresh()
 
     def _given(self) -> Iterator[Any]:
         """Does the work of a call, with the weights where they are now or were kept."""
         self._begin()
         sent: list[_SentBucket] = []
-        for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
-            if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
+        self._posted = 0
+        try:
+            for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
+                if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
+                    yield from self._tensors(sent.pop())
+                sent.append(self._send(bucket, steps))
+                if len(sent) > 1:
+                    yield from self._tensors(sent.pop(0))
+            if sent:
                 yield from self._tensors(sent.pop())
-            sent.append(self._send(bucket, steps))
-            if len(sent) > 1:
-                yield from self._tensors(sent.pop(0))
-        if sent:
-            yield from self._tensors(sent.pop())
+        except GeneratorExit:
+            if self._is_direct:
+                with suppress(MckptError):
+                    self._stop(sent)
+            raise
+        except MckptError:
+            with suppress(MckptError):
+                for one in sent:  # a message that nobody takes would come in the place of another
+                    one.wait()
+            raise
+        self._end()
+
+    def _stop(self, sent: list[_SentBucket]) -> None:
+        """Tells all ranks that this one does not take the tensors that are left."""
+        self._refused = MckptError(
+            "a rank has stopped before it had all tensors; iterate to the end"
+        )
+        if self._posted < len(self._steps):
+            sent.append(self._send(self._plan.listed[self._posted], self._steps[self._posted]))
+        try:
+            for one in sent:
+                self._received(one)
+        finally:
+            for one in sent:
+                one.wait()
         self._end()
 
     def _begin(self) -> None:
         # flags that are not 0 for values that were infinite, and the numbers of their tensors
         self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
-        if self._factors is not None:
-            self._factors._refused = self._refused
-            self._products.take(self._factors._given())
+        if (factors := self._factors) is not None:
+            factors._refused = self._refused
+            failed = refusal_of(lambda: self._products.take(factors._given()))
+            self._refused = self._refused or failed
+
+    @property
+    def _is_direct(self) -> bool:
+        """Returns whether ranks receive boxes."""
+        return any(bucket.sent is not None for bucket in self._plan.listed)
 
     def _end(self) -> None:
-        if self._checks:
-            gathered(self._check)
+        if self._checks or self._is_direct:
+            gathered(self._check, self._group)
         if self._factors is not None:
             self._products.forget()
 
@@ -263,6 +362,8 @@ class Sync:
         flags = torch.cat(every).tolist() if every else []
         found = [name for name, flag in zip(names, flags, strict=True) if flag]
         self._bad.clear()
+        if self._refused is not None:
+            raise self._refused
         if found:
             raise UsageError.of(
                 "tensors have values that their dtype cannot hold; give another dtype, or"
@@ -283,6 +384,7 @@ class Sync:
         """
         import torch
 
+        self._posted += 1
         buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self._device)
         if self._refused is None:
             self._copy(steps.send, bucket, buffer)
@@ -303,37 +405,45 @@ class Sync:
         works: list[Any] = []
         if self.world == 1:
             pass
-        elif len(bucket.to) == self.world:
+        elif bucket.sent is None and len(bucket.to) == self.world:
             sizes = {count for _, count in bucket.segments.values()}
             if len(parts) == self.world and len(sizes) == 1:
                 whole = buffer[: bucket.nbytes]
                 works = [call(dist.all_gather_into_tensor, whole, own, async_op=True)]
-            elif dist.get_backend() == "nccl" and len(parts) > 1:
+            elif self._device.type == "cuda" and "nccl" in dist.get_backend() and len(parts) > 1:
                 every = [parts.get(rank, buffer[:0]) for rank in range(self.world)]
                 works = [call(dist.all_gather, every, own, async_op=True)]
             else:  # gloo gathers pieces of one size only
                 works = [
                     call(dist.broadcast, part, rank, async_op=True) for rank, part in parts.items()
                 ]
-        elif messages := self._messages(bucket, parts):
+        elif messages := self._messages(bucket, parts, buffer):
             works = call(dist.batch_isend_irecv, messages)
         ready = torch.full((1,), int(self._refused is None), device=self._device)
-        if dist.is_initialized():  # behind the bucket, on the same stream
-            works.append(call(dist.all_reduce, ready, async_op=True))
-        return _SentBucket(bucket, steps, buffer, works, ready)
+        if self._group or dist.is_initialized():  # behind the bucket, on the same stream
+            works.append(call(dist.all_reduce, ready, async_op=True, group=self._group))
+        return _SentBucket(bucket, steps, buffer, works, ready, self._posted)
 
-    def _messages(self, bucket: Bucket, parts: dict[int, torch.Tensor]) -> list[Any]:
-        """Returns what this rank sends to and receives from single ranks."""
+    def _messages(
+        self, bucket: Bucket, parts: dict[int, torch.Tensor], buffer: torch.Tensor
+    ) -> list[Any]:
+        """Returns what this rank sends to and receives from single ranks.
+
+        parts: what each rank sends, as far as it is this rank's to send or to receive.
+        """
         import torch.distributed as dist
 
-        messages = []
-        for rank, part in parts.items():
-            for receiver in sorted(bucket.to - {rank}):
-                if rank == self.rank:
-                    messages.append(dist.P2POp(dist.isend, part, receiver))
-                elif receiver == self.rank:
-                    messages.append(dist.P2POp(dist.irecv, part, rank))
-        return messages
+        group, own = self._group, self.rank
+        if bucket.sent is not None:
+            sent = {rank: buffer[at : at + size] for rank, (at, size) in bucket.sent.items()}
+        else:
+            sent = {rank: parts[own] for rank in sorted(bucket.to - {own}) if own in parts}
+        received = {rank: part for rank, part in parts.items() if rank != own and own in bucket.to}
+        return [
+            dist.P2POp(function, part, dist.get_global_rank(group, rank) if group else rank, group)
+            for function, listed in ((dist.isend, sent), (dist.irecv, received))
+            for rank, part in listed.items()
+        ]
 
     def _copy(
         self,
@@ -367,6 +477,7 @@ class Sync:
 
     def _weights(self, moves: list[LiveMove], dtype: str) -> list[torch.Tensor]:
         """Returns the elements of weights that copies read: the weight itself if they are all."""
+        assert self.memory is not None
         whole, view = self.memory.whole, self.memory.view
         return [
             view(move.src, dtype, move.shape, move.src_strides)
@@ -380,10 +491,13 @@ class Sync:
         scales of those that are quantised.
         """
         found, scales = self._received(sent)
-        listed, scheme = sent.bucket.tensors, self.scheme
+        listed, scheme, has_boxes = sent.bucket.tensors, self.scheme, sent.bucket.sent is not None
         del sent  # the memory of a bucket whose tensors have been made
         # strict=False: a rank that does not receive the bucket has no tensors
         for number, (tensor, whole) in enumerate(zip(listed, found, strict=False)):
+            if has_boxes:
+                yield Shard(tensor.name, bounds_of(Box(tensor.start, tensor.shape)), whole)
+                continue
             if not self.slices:
                 yield tensor.name, whole
                 if scheme is not None and number in scales:
@@ -401,8 +515,7 @@ class Sync:
         """
         import torch
 
-        for work in sent.works:
-            call(work.wait)
+        sent.wait()
         bucket, steps = sent.bucket, sent.steps
         made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
         self._copy(steps.own, bucket, made)
@@ -437,13 +550,16 @@ class Sync:
                 call(work.wait)
             ready = call(sent.ready.item)
         if ready != self.world:
+            # other ranks may have begun to send the next bucket, and all must do the same
+            if sent.number == self._posted < len(self._steps):
+                self._send(self._plan.listed[self._posted], self._steps[self._posted]).wait()
             refused = self._refused
 
             def fail() -> None:
                 if refused is not None:
                     raise refused
 
-            gathered(fail)
+            gathered(fail, self._group)
             raise lost("a bucket has not reached all ranks")
 
 
@@ -460,6 +576,14 @@ class _SentBucket(NamedTuple):
     buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
     works: list[Any]  # of torch.distributed
     ready: torch.Tensor  # becomes the number of ranks that have sent their part
+    number: int  # of buckets that were sent until then in this call
+
+    def wait(self) -> None:
+        """Waits for all works. Gloo waits for ever for a message that was waited for before."""
+        while len(self.works) > 1:
+            call(self.works.pop(0).wait)
+        for work in self.works:  # the sum
+            call(work.wait)
 
 
 def _digest(made: Buckets) -> dict[str, Any]:

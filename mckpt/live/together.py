@@ -33,11 +33,11 @@ def gathered(work: Callable[[], T], group: Any = None, stated: Stated[T] | None 
         own, failed = error, error
     except Exception as error:  # of any kind, because the other ranks wait for this one
         own, failed = error, _unexpected(error)
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         if own is not None:
             raise own
         return [result]
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
     call(dist.all_gather_object, every, (result, failed, said), group=group)
     errors = {rank: error for rank, (_, error, _) in enumerate(every) if error is not None}
     if errors:
@@ -51,10 +51,15 @@ def gathered(work: Callable[[], T], group: Any = None, stated: Stated[T] | None 
     return [result for result, *_ in every]
 
 
-def rank_and_world() -> tuple[int, int]:
-    """Returns the number of this rank, and how many there are."""
+def rank_and_world(group: Any = None) -> tuple[int, int]:
+    """Returns the number of this rank, and how many there are.
+
+    group: may be one that has ranks of its own, as the groups of trainers and engines are.
+    """
     import torch.distributed as dist
 
+    if group is not None:
+        return group.rank(), group.size()
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

@@ -469,7 +469,7 @@ def grid_case(case: Case) -> dict[str, Any]:
 
 
 def live_case(case: Case) -> dict[str, Any]:
-    from tests.helpers import live_cases
+    from tests.helpers import box_cases, live_cases
 
     stored = load.read_args(case["checkpoint"])
     args = build.at_sizes(stored, **case.get("args", {}) | case.sizes())
@@ -482,6 +482,8 @@ def live_case(case: Case) -> dict[str, Any]:
         return live_cases.run_whole(case, build.build(args, args.params_dtype), args)
     if "lora" in case:
         return live_cases.run_lora(case, build.build(args, args.params_dtype), args)
+    if "boxes" in case:
+        return box_cases.run(case, args)
     if "deltas" in case:
         return live_cases.run_deltas(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)

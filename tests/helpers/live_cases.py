@@ -74,6 +74,7 @@ from mckpt.errors import MckptError, SourceError
 from mckpt.live import loading, memory
 from mckpt.trainer import cpu, load, save, train
 from mckpt.values.sizes import parse_size
+from tests.helpers.box_engine import all_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -486,6 +487,11 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
             given = on_the_host(sync())
         here = options.get("to") in (None, dist.get_rank())
         wrong[name] = unlike(given, wanted if here else {})
+    if not dora:
+        boxes = dict(enumerate(live.engine_boxes(like, tp=2)))
+        given = all_of(live.Sync(chunks, like=like, to=boxes))
+        own = boxes.get(dist.get_rank(), {})
+        wrong["boxes"] = on_any_rank(box_problems(given, own, read(saved / "merged")))
     return {"wrong": wrong, "errors": adapter_faults(chunks, like), "refused": refused}
 
 
@@ -600,6 +606,20 @@ def unlike(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> l
     wrong = given.keys() ^ wanted.keys()
     wrong |= {name for name in given.keys() & wanted.keys() if not same(given[name], wanted[name])}
     return on_any_rank(wrong)
+
+
+def box_problems(
+    found: dict[Any, torch.Tensor], boxes: live.Boxes, whole: dict[str, torch.Tensor]
+) -> list[str]:
+    """Returns the boxes that are missing, left over, or no slices of the whole tensors."""
+    wanted = {
+        (name, box): whole[name][tuple(slice(a, b) for a, b in box)]
+        for name, listed in boxes.items()
+        for box in listed
+    }
+    wrong = found.keys() ^ wanted.keys()
+    wrong |= {key for key in found.keys() & wanted.keys() if not same(found[key], wanted[key])}
+    return [str(key) for key in wrong]
 
 
 def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
