@@ -74,11 +74,13 @@ def test_sums_of_bfloat16_have_the_bits_of_fused_multiply_adds(weights: tuple[fl
     normal = (drawn.standard_t(2, size) * 0.02).astype("f4").view("u4") >> 16
     # 1 + 2**-24 * (1 + 2**-30) with the second weights; float64 has no bit for the last part
     normal[:2, 0] = (np.array([1, 205 * 2.0**-31], "f4").view("u4") >> 16)[: len(weights)]
+    alone = np.zeros_like(normal)
+    alone[:, 0] = normal[:, 0]
     far = drawn.choice([58, 90, 120, 170], size) << 7 | drawn.choice([0, 1, 127, 85], size)
     far |= drawn.choice([0, 1 << 15], size)
     anything = drawn.integers(0, 1 << 16, size)
     zeros = np.where(drawn.random(size) < 0.3, drawn.choice([0, 1 << 15], size), normal)
-    for bits in (normal, far, anything, zeros, far % 128):
+    for bits in (normal, alone, far, anything, zeros, far % 128):
         values = bits.astype("u2").view(numpy_dtype("bfloat16"))
         total = np.full((1, size[1]), 0.0 if len(weights) > 1 else -0.0, "f4")
         with np.errstate(all="ignore"):
