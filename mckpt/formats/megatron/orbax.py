@@ -13,7 +13,8 @@ scan_layers is false: then the keys have their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
 from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.formats.scaling import scaled
 from mckpt.geometry.box import Layout
+from mckpt.mapping import Bound
 from mckpt.values.dtypes import itemsize
 
 
@@ -43,10 +45,13 @@ class _Directory(Chunked):
     """The arrays as whole chunks, in a directory with a file for each."""
 
     def __init__(
-        self, arrays: Arrays, layered: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        arrays: Arrays,
+        orders: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """layered: the keys of arrays whose second axis comes first. shapes: of arrays as their
-        rules have them.
+        """orders: of the axes of arrays, by their keys. shapes: of arrays as their rules have them,
+        with the axes in that order.
         """
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
         for key, array in arrays.arrays.items():
@@ -54,7 +59,7 @@ class _Directory(Chunked):
             at = (0,) * len(shape)
             tensors[key] = (array.dtype, shape, [(at, shape)])
             items[key, at] = (key, 0, math.prod(shape) * itemsize(array.dtype))
-        super().__init__(arrays.by_layer(layered), Metadata(tensors, arrays.others, items, {}))
+        super().__init__(arrays.in_order(orders), Metadata(tensors, arrays.others, items, {}))
 
     def object(self, key: str) -> tuple[Any, Any]:
         # The readers of formats that store objects call this. A call for Orbax would be a mistake
@@ -79,27 +84,35 @@ class Orbax(TorchDist):
 
     def __init__(self, path: Path) -> None:
         self.arrays = Arrays(place(path))
-        super().__init__(_Directory(self.arrays, frozenset(), {}), FORMAT)
+        super().__init__(_Directory(self.arrays, {}, {}), FORMAT)
         self.root = path
 
     def layout(self, names: Names) -> Layout:
-        scope, shapes, layered, factors = names.scope(), {}, set(), {}
+        scope, factors, bound = names.scope(), dict[str, float](), list[Bound]()
+        shapes, orders = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
         for b in names.bound:
-            whole = packed(b.rule, scope)
-            inner = stored_shape(b.rule, whole)
-            wanted = (*b.axes(scope), *(e(scope) for e in b.rule.shape)) if b.rule.shape else None
             if b.rule.scale is not None:
                 factors[b.rule.key] = 1 / b.rule.scale(scope)
-            for key, _ in b.global_keys():
-                if (array := self.arrays.arrays.get(key)) is None:
-                    continue
-                shape = array.shape
-                if "layer" in b.rule.stacked() and len(shape) > 1:
-                    layered.add(key)
-                    shape = (shape[1], shape[0], *shape[2:])
-                shapes[key] = (*b.axes(scope), *inner) if shape == wanted else shape
-        self.directory = _Directory(self.arrays, frozenset(layered), shapes)
+            keys = [key for key, _ in b.global_keys() if key in self.arrays.arrays]
+            found = {key: _in_order(b, self.arrays.arrays[key].shape, scope) for key in keys}
+            # matrices are read with their rows first, so that long ranges of them are
+            turned = b.rule.transposed and all(fits for _, _, fits in found.values())
+            b = b._replace(rule=b.rule._replace(transposed=b.rule.transposed and not turned))
+            inner = stored_shape(b.rule, packed(b.rule, scope))
+            for key, (order, shape, fits) in found.items():
+                if turned:
+                    columns, lead = inner[1], len(b.axes(scope))
+                    end = next(
+                        n for n in range(lead, len(shape)) if math.prod(shape[lead:n]) == columns
+                    )
+                    order = (*order[:lead], *order[end:], *order[lead:end])
+                orders[key] = order
+                shapes[key] = (*b.axes(scope), *inner) if fits else shape
+            bound.append(b)
+        self.directory = _Directory(self.arrays, orders, shapes)
         self.metadata = self.directory.metadata
+        names = replace(names)
+        names.__dict__["bound"] = bound  # in the place of the cached property
         layout = super().layout(names)
         layout.stored = [
             scaled(s, factors[s.key]) if s.key in factors else s for s in layout.stored
@@ -108,6 +121,20 @@ class Orbax(TorchDist):
 
     def optimizer(self, names: Names) -> None:
         """Returns None: the state of MaxText's optimizer is not read."""
+
+
+def _in_order(
+    b: Bound, shape: tuple[int, ...], scope: dict[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Returns the axes of an array, that of the layers first; its shape with the axes in this
+    order; and whether that is the shape that its rule states.
+    """
+    order = tuple(range(len(shape)))
+    if "layer" in b.rule.stacked() and len(shape) > 1:
+        order = (1, 0, *order[2:])
+    shape = tuple(shape[axis] for axis in order)
+    own = tuple(e(scope) for e in b.rule.shape) or stored_shape(b.rule, packed(b.rule, scope))
+    return order, shape, shape == (*b.axes(scope), *own)
 
 
 FORMAT = Format(

@@ -9,7 +9,7 @@ in the order of its axes. tensorstore finds and decodes the chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -116,19 +116,19 @@ class Arrays:
             raise SourceError(f"{self.root}: arrays of a dtype that mckpt lacks: {strange[0]}")
         return out
 
-    def by_layer(self, keys: Iterable[str]) -> Path:
-        """Returns a directory with a file for each array, which has its elements in C order. In
-        those of these keys, the second axis comes first: it counts the layers.
+    def in_order(self, orders: Mapping[str, tuple[int, ...]]) -> Path:
+        """Returns a directory with a file for each array, which has its elements in C order, after
+        its axes were put into the order of `orders`, if that has one.
         """
-        store = ArrayStore(self, frozenset(keys))
+        store = ArrayStore(self, dict(orders))
         return sparse_copy.load(shown(str(self.root)), store, self.root.name)
 
 
 class ArrayStore:
     """The elements of each array as a store. It is only read."""
 
-    def __init__(self, arrays: Arrays, by_layer: Collection[str]) -> None:
-        self.of, self.layered = arrays, by_layer
+    def __init__(self, arrays: Arrays, orders: Mapping[str, tuple[int, ...]]) -> None:
+        self.of, self.orders = arrays, orders
         at = stamp(arrays.root / METADATA)
         self.objects = {
             key: Object(math.prod(a.shape) * itemsize(a.dtype), str(at.bytes), at.mtime)
@@ -136,7 +136,7 @@ class ArrayStore:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (shown(str(self.of.root)), self.layered)
+        return _again, (shown(str(self.of.root)), self.orders)
 
     def list(self) -> dict[str, Object]:
         return self.objects
@@ -146,13 +146,10 @@ class ArrayStore:
 
         Raises SourceError if a chunk is damaged.
         """
-        import tensorstore
-
         array = self.of.arrays[name]
         one, shape = array.opened, array.shape
-        if name in self.layered:
-            one = one[tensorstore.d[1].transpose[0]]
-            shape = (shape[1], shape[0], *shape[2:])
+        if order := self.orders.get(name):
+            one, shape = one.transpose(order), tuple(shape[axis] for axis in order)
         item = itemsize(array.dtype)
         end = min(at + nbytes, self.objects[name].size)
         first, last = at // item, -(-end // item)
@@ -174,9 +171,9 @@ class ArrayStore:
         raise UsageError(f"{self.of.root}: an array of Orbax, which mckpt only reads")
 
 
-def _again(root: str, by_layer: Collection[str]) -> ArrayStore:
+def _again(root: str, orders: Mapping[str, tuple[int, ...]]) -> ArrayStore:
     """Returns the store of another process."""
-    return ArrayStore(Arrays(Path(root)), by_layer)
+    return ArrayStore(Arrays(Path(root)), orders)
 
 
 def _raise(where: object, error: Exception) -> NoReturn:
