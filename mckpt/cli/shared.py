@@ -49,13 +49,8 @@ if TYPE_CHECKING:
 
 WRITTEN_FORMATS = click.Choice([name for name, one in formats.FORMATS.items() if one.written])
 MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
-TRAINED = click.Choice(
-    [
-        name
-        for name, one in formats.FORMATS.items()
-        if one.megatron and one.loads_anywhere and not one.dialect
-    ]
-)
+_COMMON = {n for n, one in formats.FORMATS.items() if one.loads_anywhere and not one.dialect}
+TRAINED = click.Choice([name for name in MEGATRON_FORMATS.choices if name in _COMMON])
 DIVISIBLE_BY = 128  # Megatron's default
 
 conversion_option = in_section(CONVERSION)

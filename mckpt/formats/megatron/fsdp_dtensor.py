@@ -196,4 +196,5 @@ FORMAT = Format(
     first_iteration=1,
     flag_of_weights="--no-strict-fsdp-dtensor-load",
     parts=(METADATA, "*.distcp"),
+    last=METADATA,
 )

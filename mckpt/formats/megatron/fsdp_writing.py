@@ -47,7 +47,9 @@ WITHOUT = "give --no-optimizer to convert the weights alone"
 def lay_out_fsdp_dtensor(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of a `fsdp_dtensor` checkpoint."""
     run = _Run.of(request)
-    _refuse(request, run, run.refusals("--use-megatron-fsdp", "pp", "vpp"), "fsdp_dtensor")
+    narrow = {d for name, d in request.dtypes.items() if name.endswith(f"@{MASTER}")} - {"float32"}
+    wide = [f"the weights are not their master copies in {d}; {WITHOUT}" for d in sorted(narrow)]
+    run.refuse("fsdp_dtensor", "--use-megatron-fsdp", ("pp", "vpp"), wide)
     bound: list[Bound] = []
     for b in run.bound:
         for half in halves(b) if run.splits(b) else [b]:
@@ -71,7 +73,7 @@ def lay_out_fsdp_dtensor(request: MegatronRequest) -> tuple[Layout, list[TargetF
 def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of a `torch_dcp` checkpoint."""
     run = _Run.of(request)
-    problems = run.refusals("--use-torch-fsdp2", "tp", "pp", "vpp", "ep", "expert_tp")
+    problems = []
     if request.names.dims["tied"]:
         problems.append("--use-torch-fsdp2 takes no model whose output layer is the embedding")
     if not request.groups or SCHEDULE not in request.common:
@@ -79,28 +81,27 @@ def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile
             "Megatron loads it only with an optimizer and its schedule, which the source does not"
             " have or --no-optimizer leaves out; fsdp_dtensor may have weights alone"
         )
-    members = run.members()
-    keys_of = {b.rule.key: set(states_of(b, request.dtypes)) for b in run.parameters}
-    if request.groups and any(MASTER not in states for states in keys_of.values()):
+    elif any(MASTER not in states_of(b, request.dtypes) for b in run.parameters):
         problems.append(f"it needs a master copy of each parameter; {WITHOUT}")
-    _refuse(request, run, problems, "torch_dcp")
+    sizes = ("tp", "pp", "vpp", "ep", "expert_tp")
+    run.refuse("torch_dcp", "--use-torch-fsdp2", sizes, problems)
+    members = run.members()
     number: dict[str, str] = {}  # of each parameter; and of the master copy
     masters: dict[str, str] = {}
     for g, keys in enumerate(members):
         number |= {key: str(len(number) + i) for i, key in enumerate(keys)}
         masters |= {key: f"{g}.{i}" for i, key in enumerate(keys)}
     bound = [renamed(b, MODEL + b.rule.key) for b in run.bound]
-    names: dict[tuple[str, str], list[str]] = {}  # of a rule's states: the keys
+    named: dict[int, list[str]] = {}  # by the id of a state's rule: its keys
     for b in run.parameters:
-        for state in sorted(keys_of[b.rule.key]):
-            one = state_bound(b, state)
-            names[one.rule.key, one.rule.of[0]] = [
+        for state in states_of(b, request.dtypes):
+            bound.append(state_bound(b, state))
+            named[id(bound[-1])] = [
                 f"optimizer.fp32_from_fp16_params.{masters[key]}"
                 if state == MASTER
                 else f"optimizer.optimizer.state.{number[key]}.{state}"
                 for key in _keys([b])
             ]
-            bound.append(one)
     objects = list(_flat(request.common))
     for g, (group, keys) in enumerate(zip(run.groups, members, strict=True)):
         fields = {**group, "params": [int(number[key]) for key in keys]}
@@ -108,9 +109,7 @@ def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile
         objects += [([at + name], value) for name, value in fields.items()]
     empty = [MODEL + key for key in _keys(request.names.objects)]
     extras = [*_objects([*objects, (empty, None)]), *_random(int(run.args.get("seed") or SEED))]
-    return lay_out_chunks(
-        request, bound, extras, lambda b: names.get((b.rule.key, b.rule.of[0])) or b.keys()
-    )
+    return lay_out_chunks(request, bound, extras, lambda b: named.get(id(b)) or b.keys())
 
 
 def renamed(b: Bound, key: str) -> Bound:
@@ -182,14 +181,14 @@ class _Run(NamedTuple):
             out[group[key]].append(key)
         return out
 
-    def refusals(self, flag: str, *sizes: str) -> list[str]:
-        """Returns the reasons why no run with this flag could load the model.
+    def refuse(self, format: str, flag: str, sizes: Iterable[str], more: list[str]) -> None:
+        """Raises UsageError with the reasons why no run with this flag could load the model.
 
-        sizes: those that must be 1.
+        sizes: those that must be 1. more: reasons that the format has of its own.
         """
         parallel, mapping = self.request.names.parallel, self.request.names.mapping
         own = {name: getattr(parallel, name) for name in sizes}
-        out = [f"{flag} takes no {name} {n}; give 1" for name, n in own.items() if n > 1]
+        out = [*more] + [f"{flag} takes no {name} {n}; give 1" for name, n in own.items() if n > 1]
         if not self.args or mapping.whole:
             out.append("it needs Megatron's args, of a text model; give --format torch_dist")
         elif not (self.args.get("bf16") or self.args.get("fp16")):
@@ -200,15 +199,10 @@ class _Run(NamedTuple):
             out.append(f"{flag} takes no Muon; {WITHOUT}")
         if any(self.request.scalers):
             out.append(f"it has no place for the loss scaler of fp16; {WITHOUT}")
-        return out
-
-
-def _refuse(request: MegatronRequest, run: _Run, problems: list[str], name: str) -> None:
-    """Raises UsageError with these problems, and with those of the tensors, if there are any."""
-    found = (by_ranks(b, request.names) for b in run.bound if not run.splits(b))
-    problems = [*problems, *(f"{text}; give tp and etp 1" for text in found if text)]
-    if problems:
-        raise UsageError.of(f"the format {name} cannot hold what would be written:", problems)
+        found = (by_ranks(b, self.request.names) for b in self.bound if not self.splits(b))
+        out += [f"{text}; give tp and etp 1" for text in found if text]
+        if out:
+            raise UsageError.of(f"the format {format} cannot hold what would be written:", out)
 
 
 def _keys(bound: Iterable[Bound]) -> list[str]:

@@ -272,4 +272,5 @@ FORMAT = Format(
     lay_out=lay_out_torch_dcp,
     optimizer=True,
     parts=(METADATA, "*.distcp"),
+    last=METADATA,
 )
