@@ -270,8 +270,8 @@ def _optimizer_entries(
     if not any("expert" in b.rule.indices for b in names.bound):
         # Megatron makes an optimizer of the experts only if they have parameters to train
         names = replace(names, dims={**names.dims, "num_experts": 0})
-    groups = optimizer.groups(source, names, format.fixed_sizes, decided.megatron)
-    return groups, optimizer.scalers(source, names, decided.megatron)
+    groups = optimizer.groups(source, names, format, decided.megatron)
+    return groups, optimizer.scalers(source, names, format, decided.megatron)
 
 
 def _check_finite(source: AdapterCheckpoint) -> None:
