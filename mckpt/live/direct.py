@@ -103,18 +103,16 @@ class Links(NamedTuple):
             if source == target:
                 continue
             at[a:b] = end + np.cumsum(sizes[a:b]) - sizes[a:b]
-            (sent if source == rank else received)[target if source == rank else source] = (
-                end,
-                nbytes,
-            )
+            of_peer, peer = (sent, target) if source == rank else (received, source)
+            of_peer[peer] = end, nbytes
             end += -(-nbytes // ALIGN) * ALIGN
         mine = np.unique(box[receiver == rank])
         others = np.setdiff1d(box, mine)
         tensors = [self.tensors[n] for n in mine.tolist()]
         tensors += [self.tensors[n]._replace(to=frozenset()) for n in others.tolist()]
         listed = np.concatenate([mine, others])
-        sorted_ = np.argsort(listed)
-        number = sorted_[np.searchsorted(listed[sorted_], box)]
+        order = np.argsort(listed)
+        number = order[np.searchsorted(listed[order], box)]
         return Bucket(
             tensors,
             frozenset([rank] if len(mine) else []),
@@ -137,7 +135,7 @@ def plan_boxes(
     ranks: Sequence[int],
 ) -> Links:
     """Returns the plan by which all ranks send the boxes of receivers, in buckets of which each
-    rank sends and receives at most `most` bytes.
+    rank sends and receives at most half of `most` bytes, or one box.
 
     boxes: by the ranks of the group that holds trainers and receivers. ranks: the number in this
     group of each rank of the trainer.
@@ -174,7 +172,7 @@ def plan_boxes(
         transfers.append(Transfer(sender, receiver, *own, key, source, int(nbytes[n])))
     copies["src_at"] += shifts[pair]
     sizes = [math.prod(t.shape) * itemsize(t.dtype) for t in tensors]
-    most = most or max(BUCKET, *sizes)
+    most = most or max([BUCKET, *sizes])
     if large := [t.name for t, n in zip(tensors, sizes, strict=True) if n > most]:
         raise UsageError.of(f"boxes are larger than bucket_bytes, {most:,}; give more:", large)
     bucket = _buckets(transfers, [b for b, _ in wanted], len(tensors), most // 2)

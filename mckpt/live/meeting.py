@@ -30,6 +30,9 @@ class Meeting:
         own = trains, None if trains else to
         self.stated: list[tuple[bool, Boxes | None]] = gathered(lambda: own, group) if group else []
         self.boxes = bool(group) or isinstance(to, Mapping)  # whether ranks receive boxes
+        # the ranks that only receive, and the first one that has the plan
+        self.others = [rank for rank, (trains, _) in enumerate(self.stated) if not trains]
+        self.first = next((rank for rank, (trains, _) in enumerate(self.stated) if trains), 0)
 
     def receivers(self, options: Mapping[str, Any]) -> dict[int, Boxes]:
         """Returns the boxes of all receivers. Raises UsageError if two ranks state others, or a
@@ -70,17 +73,20 @@ class Meeting:
         work: makes the plan; returns the device, and for boxes the part of each rank. Its error is
         raised on all ranks of the group.
         """
+        import torch
+        import torch.distributed as dist
+
         if self.group is None:
             device, part = work()
-            if part is not None and self.world > 1:
-                self._begin(device)
+            if part is not None and self.world > 1:  # NCCL requires it before messages of some
+                call(dist.all_reduce, torch.zeros(1, device=device))
             return
         kept: list[Any] = []
         failed = refusal_of(lambda: kept.append(work()))
         self._agree(failed, kept[0][0].type if kept else "")
         device, part = kept[0]
-        for rank in self._receivers():
-            self._send(rank, device, part(rank) if self.rank == self._first() else None)
+        for rank in self.others:
+            self._send(device, part(rank) if self.rank == self.first else None)
 
     def receive(self) -> tuple[torch.device, Buckets]:
         """Returns the device on which tensors come, and the part of the plan of this receiver."""
@@ -90,7 +96,7 @@ class Meeting:
         device = torch.device("cpu")
         if kind == "cuda":
             device = torch.device(kind, torch.cuda.current_device())
-        found = {rank: self._send(rank, device, None) for rank in self._receivers()}
+        found = {rank: self._send(device, None) for rank in self.others}
         plan: Buckets = found[self.rank]
         return device, plan
 
@@ -104,24 +110,11 @@ class Meeting:
 
         return max(gathered(stated, self.group))
 
-    def _receivers(self) -> list[int]:
-        return [rank for rank, (trains, _) in enumerate(self.stated) if not trains]
-
-    def _first(self) -> int:
-        return [trains for trains, _ in self.stated].index(True)
-
-    def _begin(self, device: torch.device) -> None:
-        """Makes a first call of all ranks, which NCCL requires before messages of some."""
-        import torch
-        import torch.distributed as dist
-
-        call(dist.all_reduce, torch.zeros(1, device=device))
-
-    def _send(self, rank: int, device: torch.device, plan: Buckets | None) -> Any:
+    def _send(self, device: torch.device, plan: Buckets | None) -> Any:
         """Sends a part of the plan to all ranks of the group, and returns it."""
         import torch.distributed as dist
 
-        source, holder = dist.get_global_rank(self.group, self._first()), [plan]
+        source, holder = dist.get_global_rank(self.group, self.first), [plan]
         call(dist.broadcast_object_list, holder, source, self.group, device)
         return holder[0]
 

@@ -86,7 +86,7 @@ def with_engines(chunks: list[Any], like: str, port: int) -> dict[str, Any]:
         command = [sys.executable, str(ENGINE), str(port), str(one), str(world)]
         command += [str(folder / "boxes.json"), str(folder / str(one))]
         engines.append(subprocess.Popen(command, env=os.environ))
-    group, errors, seconds = join(port, rank, world, 20), dict[str, str](), dict[str, float]()
+    group, errors, seconds = join(port, rank, world, 12), dict[str, str](), dict[str, float]()
 
     def note(name: str, work: Any) -> None:
         started = time.monotonic()

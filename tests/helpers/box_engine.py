@@ -71,7 +71,7 @@ def all_of(sync: live.Sync) -> dict[Any, torch.Tensor]:
 
 
 def main(port: str, rank: str, world: str, boxes: str, out: str) -> None:
-    group = join(int(port), int(rank), int(world), 20)
+    group = join(int(port), int(rank), int(world), 12)
     listed = json.loads(Path(boxes).read_text())
     own: Any = {name: [tuple(map(tuple, box)) for box in of] for name, of in listed[rank].items()}
     other: Any = {**own, "model.norm.weight": [((0, 1),)]} if rank == "2" else None

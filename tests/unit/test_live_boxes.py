@@ -209,5 +209,6 @@ def test_boxes_that_do_not_exist_are_refused(src: Path, dist_dir: Path, tmp_path
     ):
         with pytest.raises(UsageError, match=said):
             plan_boxes(live, HF, None, {1: box}, TRAINERS)
+    assert plan_boxes(live, HF, None, {}, TRAINERS).of(0).listed == []  # nobody receives
     with pytest.raises(UsageError, match="boxes are larger than bucket_bytes, 64;"):
         plan_boxes(live, HF, 64, {1: {name: [((0, 16), (0, 48))]}}, TRAINERS)
