@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mckpt import formats
+from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.planning import form_of_weights
-from mckpt.conversion.target import Destination
+from mckpt.conversion.to_megatron import padded_rows
 from mckpt.errors import UsageError
+from mckpt.formats.base import Names, dtypes_of
 from mckpt.formats.hf_files import Row
-from mckpt.geometry.box import Box, Layout, Piece, overlap, row_major
+from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.buckets import FILE, exported
 from mckpt.live.direct import Bounds, bounds_of, index_of
@@ -29,7 +31,6 @@ from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, ranks_of, release, stated
 from mckpt.live.together import own_result, rank_and_world
 from mckpt.options import SourceOptions, TargetOptions
-from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -60,13 +61,16 @@ def engine_boxes(
     source = model if isinstance(model, Checkpoint) else Checkpoint.open(model, SourceOptions())
     sizes = Parallel(tp=tp, pp=pp, ep=ep, etp=etp or (1 if ep > 1 else tp))
     divisible_by = max(vocab_multiple // math.gcd(vocab_multiple, tp), 1)
-    target = TargetOptions(format="torch", parallel=sizes, divisible_by=divisible_by)
-    with sparse_copy.scratch() as root:
-        held = form_of_weights(
-            source,
-            lambda name, form: Destination(root / "engine", name, form, source.files.root),
-            target,
-        ).layout
+    dialect = source.mapping if source.is_megatron else mapping.dialect_for(source.mapping)
+    # what an engine holds does not depend on how Megatron names it
+    chosen = {"keys": "local", "pp": pp, **dialect.choices_for(dialect.version())}
+    for name, value in (("transformer_impl", "local"), ("experts", "sequential")):
+        known = dialect.choices[name]
+        chosen[name] = value if value in known else known[0]
+    names = Names(dialect, source.dims, {**source.names.choices, **chosen}, sizes)
+    rows = padded_rows(source.dims, divisible_by, tp)
+    request = MegatronRequest(names, dtypes_of(source.layout), rows, {})
+    held, _ = formats.get("torch").lay_out(request)
     hf = exported(source, TargetOptions(formats.HUGGING_FACE))
     etp, count = sizes.expert_tp, math.lcm(tp, sizes.expert_tp * ep)
     found = []
@@ -116,21 +120,24 @@ def _boxes(
     found: dict[str, set[Box]] = {}
     for s in held.stored:
         here = np.flatnonzero(np.isin(s.file, files)).tolist()
+        inside: dict[int, list[Box]] = {}  # number of a tensor of the layout -> its boxes
         for own in s.pieces if here else ():
             for number, piece in parts.get(own.tensor, ()):
-                hf = layout.stored[number]
-                inner = _box_in(piece, own.box, hf.shape, hf.key)
-                for i in here if inner else ():
-                    at = of_instance[number].get((int(s.layer[i]), int(s.expert[i])))
-                    if at is None or inner is None:
-                        continue
-                    place = (int(hf.file[at]) << FILE) + int(hf.at[at])
-                    row, first = rows[int(np.searchsorted(starts, place, "right")) - 1]
-                    axes = len(row.shape) - len(hf.shape)  # of the experts in one tensor
-                    skipped = (place - first) // itemsize(hf.dtype) // hf.numel
-                    index = index_of(skipped, row.shape[:axes])
-                    box = Box(index + inner.offset, (1,) * axes + inner.shape)
-                    found.setdefault(row.key, set()).add(box)
+                if boxes := _boxes_in(piece, own.box, layout.stored[number]):
+                    inside.setdefault(number, []).extend(boxes)
+        for number, boxes in inside.items():
+            hf, boxes = layout.stored[number], _merged(boxes)
+            for i in here:
+                at = of_instance[number].get((int(s.layer[i]), int(s.expert[i])))
+                if at is None:
+                    continue
+                place = (int(hf.file[at]) << FILE) + int(hf.at[at])
+                row, first = rows[int(np.searchsorted(starts, place, "right")) - 1]
+                axes = len(row.shape) - len(hf.shape)  # of the experts in one tensor
+                skipped = (place - first) // itemsize(hf.dtype) // hf.numel
+                index = index_of(skipped, row.shape[:axes])
+                here_too = (Box(index + b.offset, (1,) * axes + b.shape) for b in boxes)
+                found.setdefault(row.key, set()).update(here_too)
     return {
         row.key: [bounds_of(b) for b in _merged(found[row.key])]
         for row, _ in rows
@@ -138,25 +145,29 @@ def _boxes(
     }
 
 
-def _box_in(piece: Piece, wanted: Box, shape: tuple[int, ...], key: str) -> Box | None:
-    """Returns the box of a dense buffer of this shape that the elements of `wanted`, a box of the
-    logical tensor of a piece of the buffer, fill; None if none of them is in the piece.
+def _boxes_in(piece: Piece, wanted: Box, stored: Stored) -> list[Box]:
+    """Returns the boxes of a dense tensor that the elements of `wanted`, a box of the logical
+    tensor of one of its pieces, fill. There are several where other elements lie between them.
 
-    Raises UsageError if they fill no box.
+    Raises UsageError if they fill no boxes.
     """
-    common = overlap(piece.box, wanted)
+    common, shape = overlap(piece.box, wanted), stored.shape
     if common is None:
-        return None
+        return []
     skipped = (o - p for o, p in zip(common.offset, piece.box.offset, strict=True))
     start = piece.start + sum(n * s for n, s in zip(skipped, piece.strides, strict=True))
-    sizes, offset, dense = [1] * len(shape), index_of(start, shape), row_major(shape)
+    offset, dense = index_of(start, shape), row_major(shape)
+    places: list[list[tuple[int, int]]] = [[(at, 1)] for at in offset]  # of each axis
     for count, stride in zip(common.shape, piece.strides, strict=True):
-        axis = next((d for d, s in enumerate(dense) if s == stride and shape[d] > 1), None)
-        if count > 1 and (axis is None or sizes[axis] > 1 or offset[axis] + count > shape[axis]):
-            raise UsageError(f"{key}: what a rank holds of it is no box of {list(shape)}")
-        if count > 1 and axis is not None:
-            sizes[axis] = count
-    return Box(offset, tuple(sizes))
+        if count == 1:
+            continue
+        axis = next((d for d, s in enumerate(dense) if stride >= s and shape[d] > 1), 0)
+        step, low = stride // dense[axis], offset[axis]
+        if len(places[axis]) > 1 or stride % dense[axis] or low + (count - 1) * step >= shape[axis]:
+            raise UsageError(f"{stored.key}: what a rank holds of it is no box of {list(shape)}")
+        each = [(low + n * step, 1) for n in range(count)]
+        places[axis] = [(low, count)] if step == 1 else each
+    return [Box(*zip(*ends, strict=True)) if ends else Box((), ()) for ends in product(*places)]
 
 
 def _merged(boxes: Iterable[Box]) -> list[Box]:
