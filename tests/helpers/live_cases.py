@@ -841,7 +841,7 @@ def export_problems(
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns whether two tensors have the same bits."""
-    bytes_of = [x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b)]
+    bytes_of = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in (a, b)]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bytes_of)
 
 
