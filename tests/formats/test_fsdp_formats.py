@@ -20,7 +20,7 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron import chunked
 from tests.formats.test_optimizer_files import change_args
-from tests.helpers import tiny
+from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import unpack
@@ -181,6 +181,17 @@ def test_weights_of_hugging_face_begin_a_run(tmp_path: Path) -> None:
     good("megatron-to-hf", out, tmp_path / "back")
     for one in ("whole", "back"):
         assert not mckpt.diff(tmp_path / one, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("case", ["bamba", "llama_nemotron"])
+def test_only_gate_and_up_are_stored_by_themselves(case: str, tmp_path: Path) -> None:
+    made_models.write(case, tmp_path / "hf")
+    for form in ("fsdp_dtensor", "torch_dist"):
+        args = (tmp_path / "hf", tmp_path / form, "--format", form, "--dtype", "bf16")
+        good("hf-to-megatron", *args)
+    assert not mckpt.diff(tmp_path / "fsdp_dtensor", tmp_path / "torch_dist")
+    halves = {key for key in stored(tmp_path / "fsdp_dtensor")[0] if key.endswith(("_w", "_v"))}
+    assert halves and all(".linear_fc1." in key for key in halves)
 
 
 # ------------------------------------------------------------------------------------------- damage

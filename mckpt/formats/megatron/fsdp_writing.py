@@ -167,7 +167,8 @@ class _Run(NamedTuple):
 
     def splits(self, b: Bound) -> bool:
         """Returns whether Megatron-FSDP stores gate and up of this rule by themselves."""
-        return b.rule.pack == "gated" and bool(self.args.get("swiglu"))
+        gated = b.rule.pack == "gated" and ".linear_fc1." in b.rule.key
+        return gated and bool(self.args.get("swiglu"))
 
     def members(self) -> list[list[str]]:
         """Returns the parameters of each param_group, in the order of their registration."""
@@ -193,7 +194,7 @@ class _Run(NamedTuple):
             out.append("it needs Megatron's args, of a text model; give --format torch_dist")
         elif not (self.args.get("bf16") or self.args.get("fp16")):
             out.append("a run in fp32 names its weights otherwise; give --dtype bf16")
-        if any(":" in name for b in self.bound for name in b.rule.of):
+        if any(":lora_" in name for b in self.bound for name in b.rule.of):
             out.append(f"{flag} trains no adapters; give --format torch_dist")
         if is_muon(self.request.groups):
             out.append(f"{flag} takes no Muon; {WITHOUT}")
