@@ -194,6 +194,12 @@ def test_only_gate_and_up_are_stored_by_themselves(case: str, tmp_path: Path) ->
     assert halves and all(".linear_fc1." in key for key in halves)
 
 
+def test_gated_delta_nets_are_refused(tmp_path: Path) -> None:
+    made_models.write("qwen3_next", tmp_path / "hf")
+    args = ("hf-to-megatron", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16")
+    refused(2, "a gated delta net in several ways", args=(*args, "--format", "fsdp_dtensor"))
+
+
 # ------------------------------------------------------------------------------------------- damage
 
 

@@ -196,6 +196,10 @@ class _Run(NamedTuple):
             out.append("a run in fp32 names its weights otherwise; give --dtype bf16")
         if any(":lora_" in name for b in self.bound for name in b.rule.of):
             out.append(f"{flag} trains no adapters; give --format torch_dist")
+        if any(self.request.names.dims["linear_layers"]):
+            out.append(
+                "versions of Megatron store a gated delta net in several ways; give torch_dist"
+            )
         if is_muon(self.request.groups):
             out.append(f"{flag} takes no Muon; {WITHOUT}")
         if any(self.request.scalers):
