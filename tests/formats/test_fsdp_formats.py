@@ -18,7 +18,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.formats.megatron import chunked
+from mckpt.formats.megatron import chunked, fsdp_writing
 from tests.formats.test_optimizer_files import change_args
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
@@ -194,10 +194,16 @@ def test_only_gate_and_up_are_stored_by_themselves(case: str, tmp_path: Path) ->
     assert halves and all(".linear_fc1." in key for key in halves)
 
 
-def test_gated_delta_nets_are_refused(tmp_path: Path) -> None:
+def test_gated_delta_nets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_models.write("qwen3_next", tmp_path / "hf")
     args = ("hf-to-megatron", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16")
-    refused(2, "a gated delta net in several ways", args=(*args, "--format", "fsdp_dtensor"))
+    args += ("--format", "fsdp_dtensor", "--dialect", "gpt")
+    refused(2, "a gated delta net in several ways", args=args)
+    monkeypatch.setattr(fsdp_writing._Run, "refuse", lambda *_: None)
+    good(*args)
+    args = ("megatron-to-hf", tmp_path / "out", tmp_path / "back")
+    said = refused(5, "a gated delta net in several ways", args=args)
+    assert "save the run as torch_dist" in said
 
 
 # ------------------------------------------------------------------------------------------- damage

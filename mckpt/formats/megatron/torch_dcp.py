@@ -144,6 +144,11 @@ class TorchDcp:
 
     def _bound(self, names: Names, problems: Problems) -> list[Bound]:
         """Returns the dialect's rules, with the keys that this checkpoint has for them."""
+        if any(names.dims["linear_layers"]):
+            problems.append(
+                "versions of Megatron store a gated delta net in several ways in this format, so"
+                " mckpt does not read one; save the run as torch_dist"
+            )
         return [renamed(b, self.prefix + b.rule.key) for b in names.bound]
 
     def optimizer(self, names: Names) -> Optimizer | None:
