@@ -8,13 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from mckpt import formats, mapping
 from mckpt.checkpoint import description
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.logical import Reader
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.formats import carried
-from mckpt.formats.base import Names
+from mckpt.formats.base import FAMILY, Names
 from mckpt.formats.hf_config import CONFIG, described_in, read_config
 from mckpt.formats.megatron.run_config import (
     RUN_CONFIG,
@@ -74,6 +76,14 @@ class ModelDescription:
         if not self.files.is_megatron:
             return self._family_in(described_in(self.files.path))
         opened, own = self.files.opened, self.options.mapping
+        if opened.format.trainer == FAMILY:
+            if self.family is None:
+                raise UsageError(
+                    f"{opened.root}: no config.json describes its model; give --like HF_DIR, a"
+                    " directory that has it"
+                )
+            beside = {"optimizer": "optimizer state"}
+            return structs.replace(self.family, ignore={**self.family.ignore, **beside})
         if trainer := opened.format.trainer:
             return mapping.load("trainers", trainer)
         run = run_config_text(opened.root / RUN_CONFIG)

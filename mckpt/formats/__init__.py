@@ -38,6 +38,7 @@ FORMATS: dict[str, Listed] = {
     "hf": Listed("mckpt.formats.hf", megatron=False),
     "hf_sharded": Listed("mckpt.formats.hf_sharded", megatron=False, written=False),
     "torchtitan": Listed("mckpt.formats.megatron.torchtitan", megatron=True, written=False),
+    "deepspeed": Listed("mckpt.formats.megatron.deepspeed", megatron=True, written=False),
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
     "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, sharded=True),
     "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, sharded=True),

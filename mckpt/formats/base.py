@@ -142,6 +142,9 @@ class Opened(Protocol):
         """
 
 
+FAMILY = "family"  # in place of a trainer: the keys are those of the family that --like names
+
+
 def _only_read(request: Any) -> tuple[Layout, list[TargetFile]]:
     # A target of a format that is only read is refused before, by the table of formats. This error
     # would be a mistake of mckpt.
@@ -160,7 +163,8 @@ class Format(Struct, frozen=True):
     parts: tuple[str, ...]
     # takes the LayoutRequest of this format's family
     lay_out: Callable[[Any], tuple[Layout, list[TargetFile]]] = _only_read
-    trainer: str = ""  # the file in mappings/trainers with the names of its keys; "": a dialect
+    # the file in mappings/trainers with the names of its keys, or FAMILY; "": a dialect
+    trainer: str = ""
     global_keys: bool = False  # keys are those of the whole model, not of each rank's modules
     fixed_sizes: bool = False  # a trainer loads it only at the sizes that it was saved with
     layer_keys: bool = False  # it can have one key for all layers, or one for each

@@ -71,8 +71,8 @@ _NAMES = (
     ),
 )
 _DEEPSPEED = (
-    "a checkpoint of DeepSpeed. Run `python zero_to_fp32.py . OUT --safe_serialization`, which"
-    " DeepSpeed puts beside it, and copy config.json and the tokenizer to OUT"
+    "a directory with checkpoints of DeepSpeed: give the path of one of them, such as"
+    " DIR/global_stepN or DIR/global_stepN_universal, and --like HF_DIR"
 )
 _VERL = (
     "a checkpoint of verl: give the directory of a role in a step, such as"
@@ -94,9 +94,8 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
         "a PEFT adapter without the model that it belongs to, which its adapter_config.json names:"
         " `mckpt adapter merge MODEL ADAPTER DST` writes the model with the adapter merged",
     ),
-    (("zero_pp_rank_*",), _DEEPSPEED),
-    (("mp_rank_*_model_states.pt",), _DEEPSPEED),
     (("global_step[0-9]*", "latest"), _DEEPSPEED),
+    (("global_step[0-9]*", "latest_universal"), _DEEPSPEED),
     (("dist_ckpt", "huggingface"), _VERL),
     (("global_step_[0-9]*",), _VERL),
     (("actor",), _VERL),

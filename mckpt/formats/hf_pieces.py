@@ -254,8 +254,8 @@ def _dtensor(record: Any) -> tuple[tuple[int, ...], Cuts, TensorView]:
     for part in state if type(state) is tuple else (state,):
         fields |= part or {}
     spec = fields["_spec"].state
-    shape = _numbers(args[2])
-    where = _numbers(spec["mesh"].state["_coordinate_on_dim"])
+    shape = sizes_of(args[2])
+    where = sizes_of(spec["mesh"].state["_coordinate_on_dim"])
     cuts: list[tuple[int, int | None]] = []
     for at, placement in zip(where, spec["placements"], strict=True):
         name = type(placement).name
@@ -269,7 +269,7 @@ def _dtensor(record: Any) -> tuple[tuple[int, ...], Cuts, TensorView]:
     return shape, tuple(cuts), view
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
+def sizes_of(value: Any) -> tuple[int, ...]:
     """Returns whole numbers of a torch.Size, a tuple or a list. Raises ValueError for others."""
     if isinstance(value, Record) and type(value).name == "Size":
         (value,) = value.args

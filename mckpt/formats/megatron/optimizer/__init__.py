@@ -38,6 +38,7 @@ from mckpt.formats.megatron.optimizer.state import (
     loads_at_its_sizes,
     masters_alone,
     next_group,
+    number_in,
     prefix_of,
     regrouped,
     rescaled,

@@ -248,7 +248,7 @@ def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
         out.append({})
         for name, value in (one or {}).items():
             view = safe_pickle.as_tensor(value)
-            number = value if view is None else _number(entry_of(view, data, 0), path)
+            number = value if view is None else number_in(entry_of(view, data, 0), path)
             if not isinstance(number, (bool, int, float)):
                 raise UsageError(
                     f"{path}: the loss scaler of its optimizer has {name}, which is not a number;"
@@ -258,7 +258,7 @@ def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
     return out
 
 
-def _number(entry: Entry, path: str) -> float | None:
+def number_in(entry: Entry, path: str) -> float | None:
     """Reads the number of a tensor with one element; None if it has several."""
     if math.prod(entry.shape) != 1:
         return None

@@ -1,0 +1,101 @@
+"""The settings of torch's Adam as those that Megatron saves of its own: groups and a schedule."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from mckpt.errors import UsageError
+from mckpt.formats.base import Names
+from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.torch_dist import TorchDist
+from mckpt.formats.megatron.torch_dist_writing import METADATA
+
+# what Megatron's groups of Adam take over from those of torch
+TAKEN = ("lr", "betas", "eps")
+NOTE = (
+    "of the training, the weights and the state of Adam are read, and neither the schedule"
+    " of the learning rate nor the place in the data"
+)
+
+
+class TorchAdam(TorchDist):
+    """An opened checkpoint of another trainer, with the Adam of torch."""
+
+    iteration: int | None  # of the training, if the checkpoint has it
+
+    @abstractmethod
+    def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
+        """Returns the settings of each group of weights, and the numbers of steps that its weights
+        have made; None without an optimizer.
+        """
+
+    @cached_property
+    def _adam(self) -> dict[str, Any]:
+        """The common state of the optimizer that Megatron would have.
+
+        Raises UsageError for another optimizer, and for weights with other settings or steps.
+        """
+        if (stated := self.settings()) is None:
+            return {}
+        found, steps = stated
+        taken = {tuple(_numbers(one.get(name)) for name in TAKEN) for one in found}
+        if len(taken) != 1 or None in next(iter(taken)) or len(steps) != 1:
+            raise UsageError(
+                f"{self.root}: its optimizer has {len(taken)} groups of settings and"
+                f" {len(steps)} counts of steps, and mckpt converts an Adam with one of each; give"
+                " --no-optimizer to convert the weights alone"
+            )
+        settings = {
+            **dict(zip(TAKEN, next(iter(taken)), strict=True)),
+            "weight_decay": max(_numbers(one.get("weight_decay")) or 0.0 for one in found),
+            "max_lr": max(_numbers(one.get("initial_lr")) or one["lr"] for one in found),
+        }
+        step = int(next(iter(steps)))
+        return {
+            "iteration": step,
+            "optimizer": {"optimizer": {"param_groups": _groups(settings, step)}},
+            "opt_param_scheduler": _schedule(settings, step),
+        }
+
+    @cached_property
+    def _common(self) -> tuple[dict[str, Any], Any, str]:
+        """The common state that Megatron would have: the step, the groups and a schedule."""
+        fields: dict[str, Any] = {}
+        with suppress(UsageError):  # `optimizer` raises it
+            fields |= self._adam
+        fields |= {} if self.iteration is None else {"iteration": self.iteration}
+        return fields, {}, str(self.root / METADATA)
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        return super().optimizer(names) if self._adam else None
+
+
+def _numbers(value: Any) -> Any:
+    """Returns a number, or several as a tuple; None for anything else."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_numbers, value))
+    return value if type(value) in (int, float) else None
+
+
+def _groups(settings: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """Returns the param_groups of Megatron's Adam: weight decay is for matrices alone."""
+    own = {
+        **{"is_expert_parallel": False, "default_config": True, "lr_mult": 1.0},
+        **{"is_decoupled_lr": False, "min_lr": 0.0, "bias_correction": True},
+        **settings,
+        "step": step,
+    }
+    return [{**own, "wd_mult": 1.0}, {**own, "wd_mult": 0.0, "weight_decay": 0.0}]
+
+
+def _schedule(settings: dict[str, Any], step: int) -> dict[str, Any]:
+    """Returns the state of a constant schedule, which Megatron replaces by its own."""
+    decay = settings["weight_decay"]
+    return {
+        **{"max_lr": settings["max_lr"], "min_lr": 0.0, "lr_warmup_steps": 0, "num_steps": step},
+        **{"lr_decay_style": "constant", "lr_decay_steps": step, "wd_incr_steps": step},
+        **{"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"},
+    }
