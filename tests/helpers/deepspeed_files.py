@@ -1,4 +1,7 @@
-"""Writes checkpoints in the layout of DeepSpeed, with torch.save and without DeepSpeed."""
+"""Writes checkpoints in the layout of DeepSpeed, with torch.save and without DeepSpeed.
+
+PYTHONPATH=. python -m tests.helpers.deepspeed_files HF_DIR OUT    OUT/global_step7, by ZeRO 1
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers import tiny
 
@@ -33,15 +37,21 @@ def sample(form: str, folder: Path, case: str = "llama-tied", prefix: str = "") 
     config = tiny.config(case)
     (folder / "hf").mkdir(parents=True)
     tiny.write_json(folder / "hf/config.json", config)
-    arrays = tiny.tensors(config, "float32")
-    tiny.write_weights(folder / "hf", arrays)
-    weights = {prefix + n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
+    tiny.write_weights(folder / "hf", tiny.tensors(config, "float32"))
+    return write(form, folder / "hf", folder / "global_step7", prefix)
+
+
+def write(form: str, hf: Path, out: Path, prefix: str = "") -> Path:
+    weights = {
+        prefix + name: value.float()
+        for file in sorted(hf.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
     tensors = {"fp32": weights} | {
         state: {name: moment(state, value) for name, value in weights.items()}
         for state in STATES[1:]
     }
-    out = folder / "global_step7"
-    out.mkdir()
+    out.mkdir(parents=True)
     names = sorted(weights, reverse=True)  # in an order that is not that of the model
     groups = [[n for n in names if (weights[n].dim() > 1) == matrix] for matrix in (True, False)]
     model = {
@@ -124,3 +134,7 @@ def equal(tensors: Tensors, groups: list[list[str]], rank: int) -> Parts:
         return torch.cat([value.flatten(), torch.full((short,), 9.0)]).chunk(RANKS)[rank]
 
     return [({s: torch.cat([third(tensors[s][n]) for n in g]) for s in STATES}, {}) for g in groups]
+
+
+if __name__ == "__main__":
+    write("zero1", Path(sys.argv[1]), Path(sys.argv[2]) / "global_step7")
