@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,16 @@ def test_an_engine_receives_the_weights_of_each_step(
             assert np.array_equal(received[name].numpy(), tensor.numpy() * factor), name
 
 
+def wait_for(port: int) -> None:
+    """Waits until a server listens, which imports torch first."""
+    for _ in range(600):
+        with suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"no server listens on port {port}")
+
+
 @pytest.fixture(scope="module")
 def engines(work: Path, tiny_model: TinyModel) -> Iterator[Path]:
     """The directory of what the servers received."""
@@ -115,6 +128,8 @@ def engines(work: Path, tiny_model: TinyModel) -> Iterator[Path]:
         servers.append(subprocess.Popen([sys.executable, str(server), str(port), str(place)]))
     source = tiny_model("qwen3-moe")
     try:
+        for port, _ in ports.values():
+            wait_for(port)
         live(source, work, {"tp": 2, "pp": 2}, engines=ports, like=source)
         yield work / "received"
     finally:
