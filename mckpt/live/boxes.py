@@ -164,7 +164,9 @@ def _boxes_in(piece: Piece, wanted: Box, stored: Stored) -> list[Box]:
         axis = next((d for d, s in enumerate(dense) if stride >= s and shape[d] > 1), 0)
         step, low = stride // dense[axis], offset[axis]
         if len(places[axis]) > 1 or stride % dense[axis] or low + (count - 1) * step >= shape[axis]:
-            raise UsageError(f"{stored.key}: what a rank holds of it is no box of {list(shape)}")
+            raise UsageError(
+                f"{stored.key}: the part that a rank holds is not a box of {list(shape)}"
+            )
         each = [(low + n * step, 1) for n in range(count)]
         places[axis] = [(low, count)] if step == 1 else each
     return [Box(*zip(*ends, strict=True)) if ends else Box((), ()) for ends in product(*places)]

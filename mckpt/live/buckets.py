@@ -87,7 +87,7 @@ class Bucket(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one rank sends of one box that a receiver holds."""
+    """The part of a receiver's box that one rank sends."""
 
     sender: int
     receiver: int  # the sender itself: it copies what it has

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Meeting:
-    """What all ranks of a group state. All of them make it at once."""
+    """Lets the ranks of a group tell each other what they hold. All ranks make one at once."""
 
     def __init__(self, group: Any, to: Any, trains: bool) -> None:
         """group: None for that of the trainers alone. to: on a trainer as for `Sync`, and on a

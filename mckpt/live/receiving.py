@@ -27,8 +27,8 @@ class Receiver(Sync):
         """Waits for the trainers to make a `Sync` with the same group.
 
         group: a process group of the trainers and the receivers. boxes: what this rank holds: boxes
-        by Hugging Face names, as (start, stop) along each axis. Without it, `to` of the trainers
-        says it.
+        by Hugging Face names, as (start, stop) along each axis. Without it, they are those that
+        `to` of the trainers has for this rank.
 
         Raises one error on all ranks of the group: those of the `Sync`, or UsageError if `to` has
         other boxes.

@@ -225,8 +225,8 @@ class _Reader:
                     f"{self.root}: {state} of {name} {list(shape)}: its parts, in {parts[0][0]} and"
                     f" others, have {sum(counts):,} elements of {' and '.join(kinds)}; {CURE}"
                 )
-            starts = [0, *itertools.accumulate(counts)]
-            ranges = [((at,), (count,)) for at, count in zip(starts, counts, strict=False) if count]
+            starts = itertools.accumulate(counts[:-1], initial=0)
+            ranges = [((at,), (count,)) for at, count in zip(starts, counts, strict=True) if count]
             places = [
                 (file, entry.at, count * itemsize(entry.dtype))
                 for (file, entry), count in zip(parts, counts, strict=True)

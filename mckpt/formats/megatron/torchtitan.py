@@ -93,7 +93,7 @@ class Torchtitan(TorchAdam):
         return found, {self._number(key) for key in keys if key in tensors}
 
     @cached_property
-    def iteration(self) -> int | None:  # type: ignore[override]
+    def iteration(self) -> int | None:  # type: ignore[override]  # an attribute of the base
         known = TRAIN_STEP in self.saved.metadata.tensors
         return int(self._number(TRAIN_STEP)) if known else None
 
