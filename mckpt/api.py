@@ -257,7 +257,7 @@ def reshard(
 
     What is not given stays as it is. Otherwise as `convert`.
     """
-    source = _opened(src)
+    source = _opened(src).with_training()
     if not source.is_megatron:
         raise UsageError(f"{source.path}: is a Hugging Face directory; `convert` converts it")
     given = {name: value for name, value in options.items() if value is not None}
@@ -494,6 +494,9 @@ def diff(
 
     CompareOptions(atol, no_optimizer, allow_overflow)  # refuses wrong values
     left, right = with_factors(a), with_factors(b)
+    trained = left.with_training(), right.with_training()
+    if not no_optimizer and all(side.is_megatron for side in trained):
+        left, right = trained
     left, right = left.named_as(right), right.named_as(left)
     both = left.is_megatron and right.is_megatron and not no_optimizer
     if both and left.optimizer and right.optimizer:

@@ -166,6 +166,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         return replace(self, has_states=True)
 
+    def with_training(self) -> Self:
+        """Returns the same checkpoint as one of Megatron, with the optimizer of the training that
+        saved it in the names of Hugging Face; itself, if there is none.
+        """
+        files = self.files.training
+        return replace(self, files=files, model=ModelDescription(files)) if files else self
+
     # --------------------------------------------------------------- of the files and the model
 
     @property

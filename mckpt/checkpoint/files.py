@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from mckpt import formats
 from mckpt.errors import MckptError, SourceError, UsageError, counted, shown
 from mckpt.formats import foreign, places
-from mckpt.formats.base import Opened
+from mckpt.formats.base import FAMILY, Opened
 from mckpt.formats.hf_config import (
     ADAPTER,
     CONFIG,
@@ -97,6 +97,8 @@ class CheckpointFiles:
         sides = [parent / "hf" for parent in parents if parent is not None]
         if own and own.name == VERL_WEIGHTS:
             sides.append(own.root / VERL_HF)
+        if self.opened.format.trainer == FAMILY:
+            sides.append(described_in(self.path))
         return next((side for side in sides if (side / CONFIG).is_file()), None)
 
     @cached_property
@@ -175,10 +177,24 @@ class CheckpointFiles:
         """Returns Megatron's args as plain values; None if the checkpoint has none."""
         return self.common.args if self.common else None
 
+    @property
+    def training(self) -> CheckpointFiles | None:
+        """Returns the same checkpoint with the optimizer that lies beside its weights, if these are
+        in the names of Hugging Face; else None.
+        """
+        if self.is_megatron:
+            return None
+        from mckpt.formats.megatron.fsdp_training import FORMAT
+
+        found = FORMAT.detect(self.path)
+        return replace(self, opened=FORMAT.open(self.path)) if found else None
+
     def __reduce__(self) -> tuple[Any, ...]:
         # opened anew: a pickle of open headers would be large
         like = self.options.like and shown(str(self.options.like))
-        return open_files, (shown(str(self.path)), self.options.with_(like=like))
+        opened = shown(str(self.path)), self.options.with_(like=like)
+        training = self.opened.format.name not in formats.FORMATS
+        return (open_training if training else open_files), opened
 
 
 def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
@@ -236,6 +252,12 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}, nor"
         f" {ADAPTER[0]} of an adapter"
     )
+
+
+def open_training(path: str | Path, options: SourceOptions) -> CheckpointFiles:
+    """Opens a checkpoint as `open_files`, with the optimizer beside its weights."""
+    files = open_files(path, options)
+    return files.training or files
 
 
 def _checkpoints_below(folder: Path) -> list[Path]:

@@ -159,7 +159,7 @@ class ModelDescription:
         config, named = read_config(described), self.options.family_name
         keys = self._described_keys
         form = None
-        if not self.files.is_megatron:
+        if not self.files.is_megatron or self.files.opened.format.trainer == FAMILY:
             keys = list(self.files.opened.keys())
         elif keys is None:
             keys, form = carried.keys(described), self.files.manifest.get("form")

@@ -154,7 +154,7 @@ def _adapters_to_hf(
 @repeated(to_hf=False)
 def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> Outcome | None:
     """Change the sizes or the format of a Megatron checkpoint."""
-    source = shared.open_source(src, options)
+    source = shared.open_source(src, options).with_training()
     if not source.is_megatron:
         raise UsageError(f"{src}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
     parallel = source.parallel.with_(**shared.parallel_sizes(options))

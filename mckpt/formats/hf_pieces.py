@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from mckpt.containers import safetensors, torch_file
 from mckpt.containers.dcp_metadata import possible
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.safe_pickle import Record, TensorView, as_tensor, short
+from mckpt.containers.torch_file import Ranges
 from mckpt.errors import PickleError, SourceError
 from mckpt.geometry.box import Box, tiles
 from mckpt.storage.files import opened, read_json
@@ -32,6 +33,7 @@ SAFETENSORS = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 TORCH = re.compile(
     r"(?:model_world_size_(\d+)_rank_|pytorch_model_fsdp(?:_\d+)?_rank)(\d+)\.(?:pt|bin)"
 )
+OPTIMIZER = re.compile(r"optim_world_size_(\d+)_rank_(\d+)\.pt")  # of verl
 INFO = "DCP_SHARDING_INFO"  # in the header of a safetensors file
 
 
@@ -49,6 +51,7 @@ class Whole(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     parts: list[Part]
+    sharded: bool = True  # False: each rank has it whole, as it has buffers
 
 
 class Pieces(NamedTuple):
@@ -181,9 +184,21 @@ class _Local(NamedTuple):
 def _of_ranks(root: Path, ranks: list[tuple[int, str]]) -> Pieces:
     files = [path for _, path in ranks]
     problems = _lost_ranks(root, ranks)
+    return Pieces(files, of_state_dicts(files, state_dict_in, problems), problems)
+
+
+def of_state_dicts(
+    files: Sequence[str],
+    state_dict: Callable[[str], tuple[dict[Any, Any], Ranges]],
+    problems: list[str],
+) -> dict[str, Whole]:
+    """Returns the tensors of the files of all ranks; contradictions become problems.
+
+    state_dict: returns the tensors of one file, and the places of their storages.
+    """
     locals_: dict[str, list[_Local]] = {}
     for number, path in enumerate(files):
-        for key, local in _state_dict(path, number):
+        for key, local in _locals(path, number, *state_dict(path)):
             locals_.setdefault(key, []).append(local)
     wholes: dict[str, Whole] = {}
     for key, parts in locals_.items():
@@ -196,8 +211,9 @@ def _of_ranks(root: Path, ranks: list[tuple[int, str]]) -> Pieces:
         except ValueError as e:
             problems.append(f"{key}: {e}")
             continue
-        wholes[key] = _whole(key, parts[0].shape, found, problems)
-    return Pieces(files, wholes, problems)
+        whole = _whole(key, parts[0].shape, found, problems)
+        wholes[key] = whole._replace(sharded=bool(parts[0].cuts))
+    return wholes
 
 
 def _lost_ranks(root: Path, ranks: list[tuple[int, str]]) -> list[str]:
@@ -219,12 +235,19 @@ def _lost_ranks(root: Path, ranks: list[tuple[int, str]]) -> list[str]:
     return [f"the files of rank {names} of {count} ranks are not there"] if lost else []
 
 
-def _state_dict(path: str, file: int) -> Iterator[tuple[str, _Local]]:
-    """Yields the tensors of a rank's file."""
+def state_dict_in(path: str) -> tuple[dict[Any, Any], Ranges]:
+    """Returns the content of a rank's file, and the places of its storages."""
     with opened(path) as fd:
         value, data = torch_file.read(fd, path)
     if not isinstance(value, dict):
         raise SourceError(f"{path}: holds {short(value)}, not a state dict")
+    return value, data
+
+
+def _locals(
+    path: str, file: int, value: dict[Any, Any], data: Ranges
+) -> Iterator[tuple[str, _Local]]:
+    """Yields the tensors of a state dict in a rank's file."""
     for key, record in value.items():
         try:
             view, cuts = as_tensor(record), Cuts()

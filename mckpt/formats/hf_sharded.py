@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from mckpt.containers.entries import Entries, Entry, Span
 from mckpt.formats import foreign
 from mckpt.formats.base import Format, Names, Problems, Shown, group
 from mckpt.formats.hf import HuggingFace
-from mckpt.formats.hf_pieces import SAFETENSORS, TORCH, Part, numbered, read
+from mckpt.formats.hf_pieces import OPTIMIZER, SAFETENSORS, TORCH, Part, Whole, numbered, read
 from mckpt.geometry.box import ZEROS, Box, Layout, Piece, Stored, crop
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
@@ -69,8 +69,9 @@ class Sharded(HuggingFace):
 
     def spans(self, problems: list[str]) -> Iterator[Span]:
         """Yields the bytes of every part, and the records of the files of torch.save."""
-        ranks = (torch_spans.Item(path) for path in self.files if not path.endswith(".safetensors"))
-        yield from torch_spans.spans(ranks, problems)
+        ranks = [path for path in self.files if not path.endswith(".safetensors")]
+        ranks += [path for _, path in numbered(self.root, OPTIMIZER)]
+        yield from torch_spans.spans(map(torch_spans.Item, ranks), problems)
         for key, whole in zip(self.entries.names, self.wholes, strict=True):
             for box, e, _ in whole.parts:
                 path = self.files[e.file]
@@ -90,21 +91,30 @@ class Sharded(HuggingFace):
             elif len(s) and s.file[0] == zeros:
                 stored.append(s)
             else:
-                stored += self._parts(s, problems)
+                stored += self.parts(s, self.wholes, problems)
         problems.check()
         return replace(whole, stored=stored)
 
-    def _parts(self, s: Stored, problems: Problems) -> Iterator[Stored]:
-        """Yields the parts of tensors that are whole in the imaginary file."""
+    def rows(self, s: Stored) -> np.ndarray:
+        """Returns the numbers of the tensors that are stored in the imaginary file."""
+        return np.searchsorted(np.array(self.starts), s.at, "right") - 1
+
+    def parts(
+        self, s: Stored, of: Sequence[Whole] | Mapping[int, Whole], problems: Problems
+    ) -> Iterator[Stored]:
+        """Yields the parts of tensors that are whole in the imaginary file.
+
+        of: the tensors, or a state of each, by number.
+        """
         found: dict[tuple[Box, bool], list[tuple[int, int, Entry]]] = {}
-        rows = np.searchsorted(np.array(self.starts), s.at, "right") - 1
-        places = zip(rows.tolist(), s.at.tolist(), s.layer.tolist(), s.expert.tolist(), strict=True)
+        numbers = self.rows(s).tolist()
+        places = zip(numbers, s.at.tolist(), s.layer.tolist(), s.expert.tolist(), strict=True)
         for row, at, layer, expert in places:
             whole = self.wholes[row]
             stacked = len(whole.shape) > len(s.shape)  # all experts of a layer in one tensor
             nbytes = max(1, s.numel * dtypes.itemsize(whole.dtype))
             number = (at - self.starts[row]) // nbytes if stacked else None
-            for part in whole.parts:
+            for part in of[row].parts:
                 if (one := _of_expert(part, number)) is not None and 0 not in one.box.shape:
                     where = found.setdefault((one.box, one.copy), [])
                     where.append((layer, expert, one.entry))

@@ -183,7 +183,9 @@ def megatron(step: str, out: Path, hf: Path) -> Checkpoint:
     return Checkpoint.open(out, SourceOptions(like=str(hf))).with_optimizer()
 
 
-def next_of(name: str, now: Checkpoint, after: Checkpoint) -> None:
+def next_of(name: str, now: Checkpoint, after: Checkpoint, decay: float | None = None) -> None:
+    """decay: of the training, if it is not that of the weight's group in Megatron."""
+
     def double(checkpoint: Checkpoint, state: str) -> np.ndarray:
         return checkpoint[f"{name}@{state}"].numpy().astype("f8")
 
@@ -195,5 +197,5 @@ def next_of(name: str, now: Checkpoint, after: Checkpoint) -> None:
     gradient = (new_m - b1 * m) / (1 - b1)
     np.testing.assert_allclose(new_v, b2 * v + (1 - b2) * gradient**2, rtol=1e-3, atol=1e-13)
     ratio = (new_m / (1 - b1**step)) / (np.sqrt(new_v / (1 - b2**step)) + group["eps"])
-    expected = weight * (1 - lr * group["weight_decay"]) - lr * ratio
+    expected = weight * (1 - lr * (decay or group["weight_decay"])) - lr * ratio
     np.testing.assert_allclose(double(after, "master"), expected, rtol=1e-5, atol=1e-8)

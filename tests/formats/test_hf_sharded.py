@@ -98,6 +98,9 @@ def test_the_joined_parts_are_the_model(form: str, saved: Path, tmp_path: Path) 
 
 def test_only_weights_are_taken(dense: Path, tmp_path: Path) -> None:
     assert "left behind: optimizer" in good("plan", dense / "verl", tmp_path / "run").out
+    bf16 = ("reshard", dense / "verl", tmp_path / "run")
+    refused(3, "the master copy of", "give --no-optimizer", args=bf16)
+    good(*bf16, "--no-optimizer")
 
 
 # ------------------------------------------------------------------------------------------ damage

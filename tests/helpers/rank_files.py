@@ -1,12 +1,14 @@
 """Saves a Hugging Face model as the ranks of a training by torch's FSDP2 do, each its own part.
 
-    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT [titan]
+    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT [titan | steps]
 
 OUT/verl       model_world_size_4_rank_R.pt, optim_* and fsdp_config.json, mesh ("fsdp",)
 OUT/hsdp       the same, mesh ("ddp", "fsdp")
 OUT/columns    the same, mesh ("fsdp",), the up projections cut in columns
 OUT/model      shard-*.safetensors of torch's HuggingFaceStorageWriter, in two files each
 OUT/step-10    with `titan`, this one alone: what torchtitan saves, in the names of HF_DIR
+OUT/verl/global_step_N/actor, OUT/hsdp/... with `steps`, these alone: what verl saves after steps 3
+               and 4 of a training in fp32, and in OUT/STATE-N the whole state, as torch gathers it
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -80,6 +83,45 @@ def save_titan(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
     dist.destroy_process_group()
 
 
+def train(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
+    """Saves as verl does (verl/utils/checkpoint/fsdp_checkpoint_manager.py)."""
+    dist.init_process_group("gloo", f"file://{out}/meeting", rank=rank, world_size=WORLD)
+    one = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
+    two = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("ddp", "fsdp"))
+    for name, mesh in (("verl", one), ("hsdp", two)):
+        model = model_of({key: value.float() for key, value in arrays.items()})
+        if "lm_head.weight" not in arrays:  # tied: a further name of the same parameter
+            head = model.get_parameter("model.embed_tokens.weight")
+            model.add_module("lm_head", torch.nn.Module())
+            model.get_submodule("lm_head").register_parameter("weight", head)
+        attention = model.get_submodule("model.layers.0.self_attn")
+        attention.add_module("rotary_emb", torch.nn.Module())
+        attention.get_submodule("rotary_emb").register_buffer("inv_freq", torch.ones(4))
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.1)
+        for step in range(1, 5):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = (parameter.detach() + number / 100) * step
+            optimizer.step()
+            if step >= 3:
+                folder = out / name / f"global_step_{step}/actor"
+                folder.mkdir(parents=True, exist_ok=True)
+                ending = f"world_size_{WORLD}_rank_{rank}.pt"
+                torch.save(model.state_dict(), folder / f"model_{ending}")
+                torch.save(optimizer.state_dict(), folder / f"optim_{ending}")
+                torch.save({"lr_scheduler": {}, "rng": {}}, folder / f"extra_state_{ending}")
+                gathered = StateDictOptions(full_state_dict=True)
+                whole: Any = get_optimizer_state_dict(model, optimizer, options=gathered)["state"]
+                for state in ("exp_avg", "exp_avg_sq") if rank == 0 and name == "verl" else ():
+                    (out / f"{state}-{step}").mkdir()
+                    values = {key: whole[key][state].contiguous() for key in arrays}
+                    save_file(values, out / f"{state}-{step}/model.safetensors")
+    dist.barrier()  # a rank that ends would refuse a slower one
+    dist.destroy_process_group()
+
+
 def by_columns(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[0] == 10 else None
 
@@ -115,8 +157,13 @@ def main(hf: Path, out: Path, kind: str = "") -> None:
     for file in sorted(hf.glob("*.safetensors")):
         arrays |= load_file(file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    each = save_titan if kind else save
+    each = {"titan": save_titan, "steps": train, "": save}[kind]
     mp.start_processes(each, (arrays, out), nprocs=WORLD, start_method="fork")
+    for actor in out.glob("*/global_step_*/actor"):
+        (actor / "fsdp_config.json").write_text(json.dumps({"world_size": WORLD}))
+        shutil.copytree(hf, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
+    for state in out.glob("exp_avg*"):
+        shutil.copy(hf / "config.json", state)
     if kind:
         return
     for name in ("verl", "hsdp", "columns"):

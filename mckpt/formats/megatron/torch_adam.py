@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from mckpt.errors import UsageError
@@ -34,31 +35,7 @@ class TorchAdam(TorchDist):
 
     @cached_property
     def _adam(self) -> dict[str, Any]:
-        """The common state of the optimizer that Megatron would have.
-
-        Raises UsageError for another optimizer, and for weights with other settings or steps.
-        """
-        if (stated := self.settings()) is None:
-            return {}
-        found, steps = stated
-        taken = {tuple(_numbers(one.get(name)) for name in TAKEN) for one in found}
-        if len(taken) != 1 or None in next(iter(taken)) or len(steps) != 1:
-            raise UsageError(
-                f"{self.root}: its optimizer has {len(taken)} groups of settings and"
-                f" {len(steps)} counts of steps, and mckpt converts an Adam with one of each; give"
-                " --no-optimizer to convert the weights alone"
-            )
-        settings = {
-            **dict(zip(TAKEN, next(iter(taken)), strict=True)),
-            "weight_decay": max(_numbers(one.get("weight_decay")) or 0.0 for one in found),
-            "max_lr": max(_numbers(one.get("initial_lr")) or one["lr"] for one in found),
-        }
-        step = int(next(iter(steps)))
-        return {
-            "iteration": step,
-            "optimizer": {"optimizer": {"param_groups": _groups(settings, step)}},
-            "opt_param_scheduler": _schedule(settings, step),
-        }
+        return {} if (stated := self.settings()) is None else common_state(self.root, *stated)
 
     @cached_property
     def _common(self) -> tuple[dict[str, Any], Any, str]:
@@ -71,6 +48,32 @@ class TorchAdam(TorchDist):
 
     def optimizer(self, names: Names) -> Optimizer | None:
         return super().optimizer(names) if self._adam else None
+
+
+def common_state(root: Path, found: list[dict[str, Any]], steps: set[float]) -> dict[str, Any]:
+    """Returns the common state of the optimizer that Megatron would have.
+
+    found: the settings of each group of weights. steps: the numbers of steps that weights have
+    made. Raises UsageError for another optimizer, and for weights with other settings or steps.
+    """
+    taken = {tuple(_numbers(one.get(name)) for name in TAKEN) for one in found}
+    if len(taken) != 1 or None in next(iter(taken)) or len(steps) != 1:
+        raise UsageError(
+            f"{root}: its optimizer has {len(taken)} groups of settings and {len(steps)} counts of"
+            " steps, and mckpt converts an Adam with one of each; give --no-optimizer to convert"
+            " the weights alone"
+        )
+    settings = {
+        **dict(zip(TAKEN, next(iter(taken)), strict=True)),
+        "weight_decay": max(_numbers(one.get("weight_decay")) or 0.0 for one in found),
+        "max_lr": max(_numbers(one.get("initial_lr")) or one["lr"] for one in found),
+    }
+    step = int(next(iter(steps)))
+    return {
+        "iteration": step,
+        "optimizer": {"optimizer": {"param_groups": _groups(settings, step)}},
+        "opt_param_scheduler": _schedule(settings, step),
+    }
 
 
 def _numbers(value: Any) -> Any:

@@ -1,0 +1,195 @@
+"""The checkpoints that verl saves of a training by FSDP2, with the state of torch's Adam.
+
+    model_world_size_2_rank_0.pt    the rank's part of each weight, by name (`hf_pieces`)
+    optim_world_size_2_rank_0.pt    that of each state, by the number of the parameter:
+                                    {"state": {0: {step, exp_avg, exp_avg_sq}}, "param_groups"}
+
+The optimizer numbers the parameters in the order in which the model has them, as the files of the
+weights do. A weight in fp32 is its own master copy.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt.containers.entries import entry_of
+from mckpt.containers.safe_pickle import as_tensor, short
+from mckpt.containers.torch_file import Ranges
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.base import FAMILY, Format, Names, Problems
+from mckpt.formats.hf import HuggingFace
+from mckpt.formats.hf_pieces import OPTIMIZER, TORCH, Whole, numbered, of_state_dicts, state_dict_in
+from mckpt.formats.hf_sharded import Sharded
+from mckpt.formats.megatron.interface import Common
+from mckpt.formats.megatron.optimizer import (
+    FULLY_RESHARDABLE,
+    MASTER,
+    Optimizer,
+    groups_of,
+    number_in,
+    state_pieces,
+)
+from mckpt.formats.megatron.save_directory import VERL_STEP
+from mckpt.formats.megatron.torch_adam import NOTE, common_state
+from mckpt.geometry.box import ZEROS, Layout, Stored
+
+STEP, CURE = (
+    "step",
+    "copy the checkpoint again, or give --no-optimizer to convert the weights alone",
+)
+
+
+def detect(path: Path) -> bool:
+    return path.is_dir() and all(numbered(path, form) for form in (TORCH, OPTIMIZER))
+
+
+class FsdpTraining(Sharded):
+    """An opened checkpoint of verl with its optimizer. Only headers and numbers are read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.format = FORMAT
+        self.notes.append(NOTE)
+        self.ranks = [file for _, file in numbered(path, OPTIMIZER)]
+        self.settings: list[dict[str, Any]] = []
+        self.steps = set[float]()
+        # the rows of the parameters; a tied weight is stored again under its other name
+        first = {
+            whole.parts[0].entry[2:4]: row
+            for row, whole in reversed([*enumerate(self.wholes)])
+            if whole.sharded
+        }
+        self.parameters = sorted(first.values())
+
+    @cached_property
+    def common(self) -> Common:
+        """Returns the common state that Megatron would have: the step, the groups, a schedule."""
+        fields: dict[str, Any] = {}
+        with suppress(UsageError, SourceError):  # `optimizer` raises it
+            fields |= self._adam
+        steps = [p.removeprefix(VERL_STEP) for p in self.root.parts if p.startswith(VERL_STEP)]
+        fields |= {"iteration": int(steps[-1])} if steps and steps[-1].isdecimal() else {}
+        return Common(fields, str(self.root))
+
+    @cached_property
+    def _adam(self) -> dict[str, Any]:
+        _ = self._states
+        return common_state(self.root, self.settings, self.steps)
+
+    @cached_property
+    def _states(self) -> dict[str, dict[int, Whole]]:
+        """The states of the parameters: name -> row of the weight -> state.
+
+        Raises SourceError or UsageError if they do not fit the weights.
+        """
+        problems: list[str] = []
+        theirs = [Path(file).name.removeprefix("model_") for file in self.files]
+        if theirs != [Path(file).name.removeprefix("optim_") for file in self.ranks]:
+            problems.append("its files are not of the ranks that have weights")
+        found = of_state_dicts(self.ranks, self._states_in, problems)
+        out: dict[str, dict[int, Whole]] = {}
+        for key, state in found.items():
+            number, _, name = key.partition(".")
+            if not number.isdecimal() or int(number) >= len(self.parameters):
+                problems.append(f"{key} is of no parameter")
+                continue
+            row = self.parameters[int(number)]
+            if state.shape != self.wholes[row].shape:
+                weight = f"{self.entries.names[row]} {list(self.wholes[row].shape)}"
+                problems.append(f"{key} {list(state.shape)} is not a state of {weight}")
+            out.setdefault(name, {})[row] = state
+        rows = set(self.parameters)
+        for name, own in out.items():
+            lacking = [self.entries.names[row] for row in sorted(rows - own.keys())]
+            problems += [f"{weight} has no {name}, as if it were not trained" for weight in lacking]
+        if problems:
+            raise SourceError.of(
+                f"{self.root}: its optimizer does not fit:", problems, f"{CURE.capitalize()}."
+            )
+        return out
+
+    def _states_in(self, path: str) -> tuple[dict[Any, Any], Ranges]:
+        """Returns the states in a rank's file, by the number of the parameter and their name, and
+        the places of their storages. Collects the settings and the steps of the first rank.
+        """
+        value, data = state_dict_in(path)
+        groups, states = value.get("param_groups"), value.get("state")
+        if (
+            not isinstance(groups, list)
+            or not isinstance(states, dict)
+            or not all(isinstance(one, dict) for one in (*groups, *states.values()))
+        ):
+            what = f"state {short(states)} and param_groups {short(groups)}"
+            raise SourceError(f"{path}: is not the state dict of an optimizer, but has {what}")
+        listed = [number for group in groups for number in group.get("params", [])]
+        if len(groups) != 1 or listed != [*range(len(self.parameters))]:
+            raise UsageError(
+                f"{path}: its optimizer has {len(listed)} parameters in {len(groups)} groups, and"
+                f" the model has {len(self.parameters)}. mckpt knows their order if they are one"
+                " group of FSDP2's parameters, which FSDP 1 joins; give --no-optimizer to convert"
+                " the weights alone"
+            )
+        if path == self.ranks[0]:
+            self.settings = groups
+            for own in states.values():
+                self._count(own.get(STEP), data, path)
+        flat = {f"{n}.{k}": v for n, own in states.items() for k, v in own.items() if k != STEP}
+        return flat, data
+
+    def _count(self, step: Any, data: Ranges, path: str) -> None:
+        """Adds a number of steps, which is a number or a tensor."""
+        view = as_tensor(step)
+        number: Any = step if view is None else number_in(entry_of(view, data, 0), path)
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise SourceError(f"{path}: a step is not a number, but {short(step)}; {CURE}")
+        self.steps.add(float(number))
+
+    def optimizer(self, names: Names) -> Optimizer:
+        """Returns the optimizer's state of each weight."""
+        adam, states = self._adam, dict(self._states)
+        masters = {row: self.wholes[row] for row in self.parameters}
+        states[MASTER] = {row: w for row, w in masters.items() if w.dtype == "float32"}
+        whole = HuggingFace.layout(self, names)
+        problems = Problems(
+            f"the optimizer's state of {self.root} does not match its weights:", CURE
+        )
+        stored: list[Stored] = []
+        shapes, used = dict[str, tuple[int, ...]](), set[int]()
+        for s in (s for s in whole.stored if len(s) and whole.files[s.file[0]] != ZEROS):
+            rows = set(self.rows(s).tolist()) & masters.keys()
+            used |= rows
+            if rows and (s.carried or s.replica):
+                problems.append(f"{s.key}: its state has no place in Megatron")
+                continue
+            for state, of in states.items():
+                if not rows or not rows <= of.keys():
+                    continue
+                first = 0 if state == MASTER else len(self.files)
+                stored += (
+                    replace(t, pieces=state_pieces(t.pieces, state), file=t.file + first)
+                    for t in self.parts(s, of, problems)
+                )
+                shapes |= {f"{p.tensor}@{state}": whole.shapes[p.tensor] for p in s.pieces}
+        left = sorted(masters.keys() - used)
+        problems += [f"{self.entries.names[row]}: the state of no weight" for row in left]
+        problems.check()
+        groups = groups_of(adam["optimizer"], str(self.root))
+        layout = Layout([*self.files, *self.ranks], stored, shapes)
+        return Optimizer(FULLY_RESHARDABLE, layout, groups, frozenset(), [])
+
+
+FORMAT = Format(
+    "fsdp_training",
+    "model_world_size_*_rank_*.pt with optim_world_size_*_rank_*.pt",
+    megatron=True,
+    detect=detect,
+    open=FsdpTraining,
+    parts=("*_world_size_*_rank_*.pt",),
+    trainer=FAMILY,
+    global_keys=True,
+)
