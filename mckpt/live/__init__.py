@@ -7,6 +7,7 @@ Every function is called by all ranks of the model, and fails on all of them or 
 from mckpt.live.boxes import engine_boxes, model_boxes
 from mckpt.live.deltas import Delta, Deltas, apply_delta
 from mckpt.live.direct import Boxes
+from mckpt.live.flat import FlatBucket, FlatTensor
 from mckpt.live.loading import load
 from mckpt.live.model import Described, describe
 from mckpt.live.receiving import Receiver
@@ -18,6 +19,8 @@ __all__ = [
     "Delta",
     "Deltas",
     "Described",
+    "FlatBucket",
+    "FlatTensor",
     "Receiver",
     "Shard",
     "Slice",

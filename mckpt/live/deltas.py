@@ -58,7 +58,7 @@ class Deltas:
     """
 
     def __init__(self, kept: Kept) -> None:
-        self.base_version, self.version = kept.version * kept.valid, kept.version + 1
+        self.base_version, self.version = kept.sync.version * kept.valid, kept.sync.version + 1
         self.refused: MckptError | None = None  # why this rank cannot apply them
         self.nbytes, self._kept = 0, kept
 
@@ -75,7 +75,7 @@ class Kept:
 
     def __init__(self, sync: Any, where: Literal["host", "device"]) -> None:
         """sync: a `Sync`, which has made its plan."""
-        self.sync, self.where, self.version, self.valid = sync, where, 0, False
+        self.sync, self.where, self.valid = sync, where, False
         self.places = [_Places(bucket, sync._device) for bucket in sync._plan.listed]
         self.held: list[torch.Tensor | None] = [None] * len(self.places)
         self.digests: list[Any] = [0] * len(self.places)
@@ -100,7 +100,8 @@ class Kept:
             at = len(self.places)
             self._agree(at, None)
             sync._end()
-            self.version, self.valid = of.version, True
+            sync._done()
+            self.valid = True
         except GeneratorExit:
             early = MckptError("a rank has stopped before it had all deltas; iterate to the end")
             with suppress(MckptError):
@@ -114,7 +115,7 @@ class Kept:
         self.sync.memory.refuse_changed()
         if of.refused is not None:
             raise of.refused
-        if of.version != self.version + 1:
+        if of.version != self.sync.version + 1:
             raise UsageError(f"these are the deltas of version {of.version}; call the Sync again")
         for held, places in zip(self.held, self.places, strict=True) if of.base_version else ():
             count = places.count[self.sync.rank]

@@ -39,6 +39,6 @@ class Receiver(Sync):
         device, plan = Meeting(group, boxes, trains=False).receive()
         self._adopt(plan, device)
 
-    def _given_now(self) -> Iterator[Any]:
+    def _given_now(self, flat: int = 0) -> Iterator[Any]:
         self._refused = None
-        yield from self._given()
+        yield from self._given(flat)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mckpt.geometry.box import row_major
 from mckpt.geometry.join import UNSCALED
 from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, ExportedTensor
+from mckpt.live.flat import offsets
 from mckpt.values.dtypes import itemsize
 from mckpt.values.element import Cast
 
@@ -96,11 +97,12 @@ def steps_of(
     rank: int,
     memory: Memory | None,
     special: Callable[[Cast], bool],
+    flat: int = 0,
 ) -> Steps:
     """Returns the work of a rank for a bucket.
 
     memory: of the weights of this rank, None if it has none. special: of a cast, whether its copies
-    must be done one by one.
+    must be done one by one. flat: all tensors are made, as in a `FlatBucket` of this alignment.
     """
     receives = rank in bucket.to
     first, size = bucket.segments.get(rank, (0, 0))
@@ -112,16 +114,20 @@ def steps_of(
     parts: list[list[_CopyRow]] = [[] for _ in bucket.tensors]
     for copy in copies if receives else ():
         parts[copy.number].append(copy)
+    taken = [(t, part) for t, part in zip(bucket.tensors, parts, strict=True) if rank in t.to]
+    taken = taken if receives else []  # they come first
+    within = [None if flat else _in_one(part, tensor, casts) for tensor, part in taken]
+    sizes = [
+        (0 if at is not None else math.prod(t.shape) * itemsize(t.dtype), itemsize(t.dtype))
+        for (t, _), at in zip(taken, within, strict=True)
+    ]
+    starts, made = offsets(sizes, flat or ALIGN)
     # of each tensor: whether it is made, and its first element there
-    places: list[tuple[bool, int]] = []
-    made = 0
-    for tensor, of_tensor in zip(bucket.tensors, parts, strict=True):
-        if receives and rank in tensor.to:  # they come first
-            at = _in_one(of_tensor, tensor, casts)
-            nbytes = math.prod(tensor.shape) * itemsize(tensor.dtype)
-            place = (made if at is None else at) // itemsize(tensor.dtype)
-            places.append((at is None, place))
-            made += -(-nbytes // ALIGN) * ALIGN if at is None else 0
+    places = [
+        (at is None, (start if at is None else at) // width)
+        for at, start, (_, width) in zip(within, starts, sizes, strict=True)
+    ]
+    made = -(-made // ALIGN) * ALIGN  # which any dtype can view
     send, own, receive = (_Lists(special) for _ in range(3))
     for copy in copies:
         cast, shape = casts[copy.cast], (copy.rows, copy.run)

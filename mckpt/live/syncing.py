@@ -5,6 +5,7 @@ again and again: the plan is made once.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from mckpt.live.adapters import LiveTensors, Products, chosen
 from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, Transfer, plan
 from mckpt.live.deltas import Deltas, Kept
 from mckpt.live.direct import Bounds, Boxes, Links, bounds_of, plan_boxes
+from mckpt.live.flat import FlatBucket, flat_bucket, refuse_align
 from mckpt.live.meeting import Meeting
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
@@ -73,6 +75,9 @@ class Sync:
     All ranks make it, and all ranks iterate to the end, also those that receive nothing. A tensor
     stays valid as long as it is used, and may keep the memory of its bucket. Beside the tensors
     that the caller still holds, a call needs at most twice `bucket_bytes` on the device.
+
+    On a device, a call reads the weights, and its tensors become ready, on the stream that is
+    current where the next tensor is asked for.
     """
 
     def __init__(
@@ -203,21 +208,27 @@ class Sync:
     def _adopt(self, made: Buckets, device: torch.device, quantises: bool = False) -> None:
         """Prepares the work of this rank for a plan."""
         self._plan, self._device = made, device
+        self.version = 0  # the number of calls that came to their end
+        # of the last of these: "version", "seconds", "buckets", and the bytes that this rank
+        # "sent" and "received", for the log of a trainer
+        self.last: dict[str, float] = {}
         self.config: dict[str, Any] = made.config  # the content of config.json
         casts = self._plan.joined.casts
         # whether a value may not fit into its dtype, which all ranks learn at the end
         self._checks = quantises or any(self._overflows(cast) for cast in casts)
-        self._steps = [
-            steps_of(bucket, casts, self.rank, self.memory, self._is_special)
-            for bucket in self._plan.listed
-        ]
-        self._steps = even_rooms(self._steps, self._plan.most)
+        self._steps = self._steps_of()
+        self._flat: dict[int, list[Steps]] = {}  # align -> the steps of flat buckets
         self._posted = len(self._steps)  # the buckets that a call has begun to send
         self._side = None
         if self._device.type == "cuda":
             import torch
 
             self._side = torch.cuda.Stream(self._device)
+
+    def _steps_of(self, flat: int = 0) -> list[Steps]:
+        """Returns the work of this rank for all buckets. flat: as for `steps_of`."""
+        given = self._plan.joined.casts, self.rank, self.memory, self._is_special, flat
+        return even_rooms([steps_of(b, *given) for b in self._plan.listed], self._plan.most)
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -270,7 +281,25 @@ class Sync:
         """Returns an iterator as of `_given_now`, or with `delta` the `Deltas`."""
         return self._given_now() if self._kept is None else Deltas(self._kept)
 
-    def _given_now(self) -> Iterator[Any]:
+    def buckets(self, align: int = 256) -> Iterator[FlatBucket]:
+        """Makes a call, and yields the tensors that this rank receives in flat buckets, which the
+        caller may keep.
+
+        align: bytes, a power of two: each tensor begins at the next multiple, and the buffer ends
+            at one; 1 packs tensors of one dtype without gaps.
+
+        Raises UsageError for a `Sync` with `slices`, `delta` or boxes, and the errors of a call.
+        """
+        refuse_align(align)
+        if self.slices or self._kept is not None or self._is_direct:
+            raise UsageError(
+                "buckets have whole tensors: make the Sync without slices, delta, boxes"
+            )
+        if align not in self._flat:
+            self._flat[align] = self._steps_of(align)
+        return self._given_now(align)
+
+    def _given_now(self, flat: int = 0) -> Iterator[Any]:
         """Yields the name and the tensor of each tensor that this rank receives, or a `Slice`.
 
         While the caller uses the tensors of a bucket, the next one is on its way, unless both and a
@@ -290,24 +319,28 @@ class Sync:
         if self.snapshot and self._refused is None:
             memory.keep()
         try:
-            yield from self._given()
+            yield from self._given(flat)
         finally:
             memory.refresh()
 
-    def _given(self) -> Iterator[Any]:
-        """Does the work of a call, with the weights where they are now or were kept."""
+    def _given(self, flat: int = 0) -> Iterator[Any]:
+        """Does the work of a call, with the weights where they are now or were kept.
+
+        flat: the alignment of the buckets that are yielded in the place of tensors.
+        """
         self._begin()
+        of_buckets = self._flat[flat] if flat else self._steps
         sent: list[_SentBucket] = []
         self._posted = 0
         try:
-            for bucket, steps in zip(self._plan.listed, self._steps, strict=True):
+            for bucket, steps in zip(self._plan.listed, of_buckets, strict=True):
                 if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
-                    yield from self._tensors(sent.pop())
+                    yield from self._yielded(sent.pop(), flat)
                 sent.append(self._send(bucket, steps))
                 if len(sent) > 1:
-                    yield from self._tensors(sent.pop(0))
+                    yield from self._yielded(sent.pop(0), flat)
             if sent:
-                yield from self._tensors(sent.pop())
+                yield from self._yielded(sent.pop(), flat)
         except GeneratorExit:
             if self._is_direct:
                 with suppress(MckptError):
@@ -319,6 +352,25 @@ class Sync:
                     one.wait()
             raise
         self._end()
+        self._done()
+
+    def _yielded(self, sent: _SentBucket, flat: int) -> Iterator[Any]:
+        """Waits for a bucket, and yields its tensors, or the flat bucket that has them."""
+        tensors = self._tensors(sent)
+        del sent  # whose memory `_tensors` frees
+        if not flat:
+            yield from tensors
+        elif named := list(tensors):
+            yield flat_bucket(named, flat, self._device)
+
+    def _done(self) -> None:
+        """Counts a call that came to its end."""
+        self.version += 1
+        self.last = {
+            "version": self.version,
+            "seconds": time.monotonic() - self._began,
+            **self._counted,
+        }
 
     def _stop(self, sent: list[_SentBucket]) -> None:
         """Tells all ranks that this one does not take the tensors that are left."""
@@ -338,6 +390,8 @@ class Sync:
     def _begin(self) -> None:
         # flags that are not 0 for values that were infinite, and the numbers of their tensors
         self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
+        self._began = time.monotonic()
+        self._counted = {"buckets": 0, "sent": 0, "received": 0}
         if (factors := self._factors) is not None:
             factors._refused = self._refused
             failed = refusal_of(lambda: self._products.take(factors._given()))
@@ -402,6 +456,7 @@ class Sync:
             rank: buffer[at : at + count] if receives else own
             for rank, (at, count) in bucket.segments.items()
         }
+        self._count(bucket)
         works: list[Any] = []
         if self.world == 1:
             pass
@@ -423,6 +478,17 @@ class Sync:
         if self._group or dist.is_initialized():  # behind the bucket, on the same stream
             works.append(call(dist.all_reduce, ready, async_op=True, group=self._group))
         return _SentBucket(bucket, steps, buffer, works, ready, self._posted)
+
+    def _count(self, bucket: Bucket) -> None:
+        """Counts the bytes that this rank sends and receives."""
+        others = [size for rank, (_, size) in bucket.segments.items() if rank != self.rank]
+        if bucket.sent is not None:
+            sent = sum(size for _, size in bucket.sent.values())
+        else:  # once, whatever the number of receivers
+            sent = bucket.segments.get(self.rank, (0, 0))[1] * bool(bucket.to - {self.rank})
+        self._counted["buckets"] += 1
+        self._counted["sent"] += sent
+        self._counted["received"] += sum(others) * (self.rank in bucket.to)
 
     def _messages(
         self, bucket: Bucket, parts: dict[int, torch.Tensor], buffer: torch.Tensor

@@ -6,7 +6,7 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        like: the Hugging Face directory that describes the model
        exports: [[directory, keywords of mckpt.live.Sync]]: each Sync must give the tensors of that
        Hugging Face directory, bit for bit. The keyword `to` may be a name in TO; with `once`
-       there is one call only
+       there is one call only; with `flat` the tensors come in buckets of this alignment
        saves: [[destination, keywords of mckpt.live.save]]: with `background`, all weights are
        zeroed while it is written
        engines: {an engine in ENGINES: the ports of its stand-in, such as
@@ -271,7 +271,7 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
     kept = sync._kept
 
     def one_version() -> int:
-        kept.version += rank == 1
+        sync.version += rank == 1
         return version + (rank == 1)
 
     def unfit() -> int:
@@ -294,7 +294,7 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
     for fault in (one_version, unfit, early, other_values, another_base):
         change(chunks, 0.1, len(errors))
         started, error = time.monotonic(), ""
-        held, number = list(kept.held), kept.version
+        held, number = list(kept.held), sync.version
         try:
             asked = fault()
             if fault is not early or rank != 1:
@@ -306,7 +306,7 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
         name = fault.__name__
         errors[name], seconds[name] = every, time.monotonic() - started
         if name == "one_version":
-            kept.version = number
+            sync.version = number
         if name == "unfit":
             kept.held = held
         version = live.apply_delta(engine, sync(), version)
@@ -811,6 +811,7 @@ def export_problems(
     if isinstance(to, int) and to != rank:
         mine = set()
     options = dict(options)
+    flat = options.pop("flat", 0)
     once = options.pop("once", False) or "quantize" in options or options.get("dtype") == "fp16"
     sync = live.Sync(chunks, like=like, **{**options, "to": TO.get(to, to)})
     most = parse_size(options.get("bucket_bytes", "1GiB"))
@@ -819,7 +820,7 @@ def export_problems(
             weight.mul_(2)
         whole = {name: torch.zeros_like(wanted[name]) for name in mine}
         rows = Counter[str]()
-        for found in sync():
+        for found in flattened(sync, flat) if flat else sync():
             name, tensor = found[:2]
             first = found.first if options.get("slices") else 0
             if name not in mine or tensor.nbytes > most:
@@ -835,8 +836,38 @@ def export_problems(
             right = wanted[name] if factor == 1 else wanted[name] * 2
             if rows[name] != len(tensor) or not same(tensor, right):
                 yield f"{name}: differs, or is not complete (call {factor})"
+        last = sync.last
+        if sync.version != factor or last["version"] != factor or not last["seconds"] > 0:
+            yield f"call {factor} is not counted: {last}"
+        every = on_any_rank([f"{last['sent']} {last['received']}"])
+        sums = [sum(int(line.split()[place]) for line in every) for place in (2, 3)]
+        links = sync.links
+        if sums[1] != sum(links.values()) or sums[0] < sums[1] / dist.get_world_size():
+            yield f"{sums[0]} bytes sent and {sums[1]} received of {sum(links.values())}"
         for _, weight in load.weights(chunks) if factor == 2 else ():
             weight.div_(2)
+
+
+def flattened(sync: live.Sync, align: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of flat buckets, which are all cut at the end: a later bucket must not
+    write into an earlier one. Each must lie in one memory, as its metadata says.
+    """
+    buckets = list(sync.buckets(align))
+    for buffer, tensors, ready in buckets:
+        assert ready is None and buffer.dtype is torch.uint8 and buffer.is_contiguous()
+        assert buffer.storage_offset() == 0 and not len(buffer) % align
+        end = 0
+        for name, dtype, shape, offset in tensors:
+            form = sync.tensors[name]
+            assert form == (dtype, shape), (name, form, dtype, shape)
+            unit = max(align, dtype.itemsize)
+            assert offset == -(-end // unit) * unit, f"{name}: begins at {offset}, behind {end}"
+            count = torch.Size(shape).numel() * dtype.itemsize
+            end = offset + count
+            yield name, buffer[offset:end].view(dtype).view(shape)
+        assert end <= len(buffer) < end + align
+    pointers = [bucket.buffer.untyped_storage().data_ptr() for bucket in buckets]
+    assert len(set(pointers)) == len(buckets)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -184,12 +184,15 @@ def test_replicas_share_the_reading_and_no_option_changes_a_value(
         [exported(source, work, "fp32", dtype="fp32"), {"dtype": "fp32"}],
         [exported(source, work, "fp16", dtype="fp16"), {"dtype": "fp16"}],
         [exported(source, work, "fp8", quantize="fp8"), {"quantize": "fp8"}],
+        [exported(source, work, "fp8", quantize="fp8"), {"quantize": "fp8", "flat": 16}],
+        [hf, {"bucket_bytes": "1MiB", "flat": 512}],
+        [hf, {"bucket_bytes": "1MiB", "to": "halves", "flat": 1}],
     ]
     saves = [[work / "saved" / f"{case}-{name}", options] for name, options in SAVES.items()]
     loads = (source, small), (written, {"broadcast": True})
     result = live(source, work, size, *loads, exports=exports, saves=saves, like=source)
     assert result["differs"] == {"fresh": [], "0": [], "1": []}
-    assert len(result["exported"]) == 7
+    assert len(result["exported"]) == 10
     assert not any(result["exported"].values()), result["exported"]
     for saved, options in saves:
         assert mckpt.check(saved).exit_code == 0
