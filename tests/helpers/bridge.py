@@ -349,13 +349,18 @@ def noise(config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Ten
         }
         count = side * side // vision.spatial_merge_size**2
     else:
-        size = vision.image_size
+        size, patch = (
+            n if isinstance(n, int) else n[0] for n in (vision.image_size, vision.patch_size)
+        )
         more = {
             "pixel_values": torch.randn(1, 3, size, size, generator=drawn),
             "image_sizes": torch.tensor([[size, size]]),
         }
+        ratio = getattr(config, "downsample_ratio", getattr(vision, "pixel_shuffle_ratio", 0))
         if merged := getattr(config, "spatial_merge_size", 0):
-            count = (size // vision.patch_size // merged) ** 2
+            count = (size // patch // merged) ** 2
+        elif ratio:
+            count = int(size // patch * ratio) ** 2
         else:
             count = config.mm_tokens_per_image
     edges: list[list[int]] = [[], []]

@@ -63,6 +63,7 @@ SILENT = "silent"  # loaded; the trainer has the thinker alone, without what spe
 SAVED = "saved"  # the trainer saves it, and exports other values than it loads
 OLD = "old"  # as TEXT, with megatron-core 0.18, whose layers it needs
 TEXT = "text"  # loaded, and the trainer's own program computes the logits of text
+BESIDE = "beside"  # as TEXT, with stand-ins for the classes that are published beside the weights
 WHOLE = {
     "bridge": {
         **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), IMAGE),
@@ -71,11 +72,12 @@ WHOLE = {
         "kimi_k25": SAVED,
     },
     "swift": {
-        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), LOADED),
-        **dict.fromkeys(("internvl", "internvl_moe", "llama4_vl"), LOADED),
-        **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl"), LOADED),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe"), IMAGE),
+        **dict.fromkeys(("internvl", "internvl_moe", "llama4_vl"), IMAGE),
+        **dict.fromkeys(("qwen3_5_vl", "qwen3_5_moe_vl"), IMAGE),
         **dict.fromkeys(("qwen2_5_omni", "qwen3_omni"), SILENT),
         **dict.fromkeys(("gemma4_dense_vl", "gemma4_e2b_vl", "gemma4_moe_vl"), TEXT),
+        **dict.fromkeys(("internvl_chat", "ovis2_5"), BESIDE),
         "kimi_vl": OLD,
     },
 }

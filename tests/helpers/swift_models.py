@@ -5,7 +5,10 @@ CONTRIBUTING.md describes. A case is a dict with these entries; the results stan
 
     name        of the case
     source      Hugging Face directory, of which mcore-bridge builds the model
-    tokens      [batch, seq], whose logits are compared; without them no logit is
+    tokens      [batch, seq], whose logits are compared
+    image       true: the logits of text with an image of noise are compared
+                -> image, text: the difference at these places
+                Without tokens and image, no logit is compared.
     checkpoint  the directory of torch_dist files, which the model loads strictly
                 -> unloaded: parameters that the checkpoint did not fill
                 -> difference: largest difference of a logit from transformers; largest: of a logit
@@ -19,11 +22,13 @@ out_dir/NAME.json: ok, error {"0": traceback}, and the results.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +46,46 @@ def prepare() -> None:
     """Imports what the cases need, before they are forked."""
     bridge.without_device(PACKAGES)
     bridge.sizes_of_two_kinds_of_layers()
-    kimi_config()
+    published_configs()
 
 
-def kimi_config() -> None:
-    """Registers the config class that is published beside the weights of Kimi-VL."""
-    from transformers import AutoConfig, DeepseekV3Config, PreTrainedConfig
+def published_configs() -> None:
+    """Registers the classes of configs that are published beside the weights of models."""
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        DeepseekV3Config,
+        PreTrainedConfig,
+        PreTrainedModel,
+        Qwen3Config,
+    )
 
-    class KimiVLConfig(PreTrainedConfig):
-        model_type = "kimi_vl"
+    def register(kind: str, parts: dict[str, Any]) -> None:
+        class Config(PreTrainedConfig):
+            model_type = kind
 
-        def __post_init__(self, **more: Any) -> None:
-            text, vision = more.pop("text_config", {}), more.pop("vision_config", {})
-            self.text_config, self.vision_config = (
-                DeepseekV3Config(**text),
-                PreTrainedConfig(**vision),
-            )
-            super().__post_init__(**more)
+            def __post_init__(self, **more: Any) -> None:
+                for part, part_class in parts.items():
+                    setattr(self, part, part_class(**more.pop(part, {})))
+                super().__post_init__(**more)
 
-    AutoConfig.register(KimiVLConfig.model_type, KimiVLConfig)
+        AutoConfig.register(kind, Config)
+
+    class Siglip(PreTrainedConfig):
+        model_type = "siglip2_navit"
+
+    class Tower(PreTrainedModel):
+        config_class = Siglip
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.patches = torch.nn.Parameter(torch.ones(3))
+            self.post_init()
+
+    register("kimi_vl", {"text_config": DeepseekV3Config, "vision_config": PreTrainedConfig})
+    register("internvl_chat", {"llm_config": Qwen3Config, "vision_config": PreTrainedConfig})
+    register("ovis2_5", {"llm_config": Qwen3Config, "vit_config": Siglip})
+    AutoModel.register(Siglip, Tower)
 
 
 @contextlib.contextmanager
@@ -78,10 +104,7 @@ def run(cases: list[dict[str, Any]], out: Path) -> int:
     parent = int(os.environ["JUDGE_PARENT"])
     threading.Thread(target=bridge.die_with, args=(parent,), daemon=True).start()
     # before mcore-bridge replaces functions of transformers
-    wanted = [
-        tiny.hf_logits(Path(c["source"]), np.asarray(c["tokens"])) if "tokens" in c else None
-        for c in cases
-    ]
+    wanted = [Wanted.of(case) for case in cases]
     for case, logits in zip(cases, wanted, strict=True):
         try:
             with one_rank():
@@ -92,8 +115,47 @@ def run(cases: list[dict[str, Any]], out: Path) -> int:
     return 0
 
 
-def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
-    """Returns the results of one case; logits are those of transformers."""
+@dataclass
+class Wanted:
+    """What transformers computes: logits [batch, seq, vocab] of tokens [batch, seq]."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    positions: torch.Tensor  # [batch, seq], or [3, batch, seq]: time, row and column
+    image: torch.Tensor  # places of an image in tokens
+    more: dict[str, torch.Tensor]  # the image
+
+    @classmethod
+    def of(cls, case: dict[str, Any]) -> Wanted | None:
+        source = Path(case["source"])
+        if "tokens" in case:
+            tokens = torch.tensor(case["tokens"])
+            logits = torch.from_numpy(tiny.hf_logits(source, np.asarray(case["tokens"])))
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            return cls(tokens, logits, positions, torch.zeros_like(tokens).bool(), {})
+        if not case.get("image"):
+            return None
+        reference = bridge.reference_of(source)
+        tokens, more, image = bridge.noise(reference.config)
+        entered: dict[str, Any] = {}
+        decoder = reference.get_decoder()
+        decoder.register_forward_pre_hook(
+            lambda _module, _args, given: entered.update(given), with_kwargs=True
+        )
+        given = more | {"mm_token_type_ids": image.int()}
+        names = inspect.signature(reference.forward).parameters
+        with torch.no_grad():
+            logits = reference(tokens, **{k: v for k, v in given.items() if k in names}).logits
+        positions = entered.get("position_ids")
+        if positions is None or positions.dim() == 2:
+            positions = torch.arange(tokens.shape[1])[None]
+        else:
+            positions = positions[-3:]  # there may be a row for text before them
+        return cls(tokens, logits, positions, image, more)
+
+
+def judged(case: dict[str, Any], wanted: Wanted | None) -> dict[str, Any]:
+    """Returns the results of one case."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
     from mcore_bridge.utils import torch_utils
     from megatron.core import dist_checkpointing
@@ -103,7 +165,7 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
 
     source = Path(case["source"])
     published = AutoConfig.from_pretrained(source)
-    text_config = published.get_text_config()
+    text_config = getattr(published, "llm_config", published.get_text_config())
     # as ms-swift has it (swift/utils/hf_config.py, compat_zero3)
     published.hidden_size = text_config.hidden_size
     given = hf_to_mcore_config(published)
@@ -135,9 +197,9 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
     weights = {name: t for name, t in weights.items() if t.is_floating_point()}
     for weight in weights.values():
         weight.fill_(float("nan"))
-    wanted = {"model": model.sharded_state_dict()}
+    asked = {"model": model.sharded_state_dict()}
     state, unread, lacking = dist_checkpointing.load(
-        wanted, case["checkpoint"], strict=StrictHandling.RETURN_ALL
+        asked, case["checkpoint"], strict=StrictHandling.RETURN_ALL
     )
     # fake_te has fewer objects than Transformer Engine
     unread = {key for key in unread if not key.endswith("._extra_state")}
@@ -153,21 +215,20 @@ def judged(case: dict[str, Any], logits: np.ndarray | None) -> dict[str, Any]:
     differ = sorted(exported.keys() ^ held.keys())
     differ += [k for k in exported.keys() & held.keys() if not exported[k].equal(held[k])]
     result = {"unloaded": unloaded, "equal": len(held) - len(differ), "differ": differ}
-    if logits is None:
+    if wanted is None:
         return result
-    tokens = torch.tensor(case["tokens"])
-    length = tokens.shape[1]
-    positions = torch.arange(length).expand_as(tokens)
+    length = wanted.tokens.shape[1]
     hidden = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()  # of later positions
-    more = (
-        {"mm_token_type_ids": torch.zeros_like(tokens)} if published.model_type == "gemma4" else {}
-    )
+    more = dict(wanted.more)
+    if published.model_type == "gemma4":
+        more["mm_token_type_ids"] = torch.zeros_like(wanted.tokens)
     with torch.no_grad():
-        found = (
-            model.eval()(tokens, positions, hidden, **more)[..., : logits.shape[-1]].float().numpy()
-        )
+        found = model.eval()(wanted.tokens, wanted.positions, hidden, **more)
+    apart = (found[..., : wanted.logits.shape[-1]].float() - wanted.logits).abs().amax(-1)
+    kinds = {"image": wanted.image, "text": ~wanted.image} if wanted.image.any() else {}
     return {
         **result,
-        "difference": float(np.abs(found - logits).max()),
-        "largest": float(np.abs(logits).max()),
+        "difference": apart.max().item(),
+        "largest": wanted.logits.abs().max().item(),
+        **{kind: apart[places].max().item() for kind, places in kinds.items()},
     }
