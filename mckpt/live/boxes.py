@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,9 @@ from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.to_megatron import padded_rows
 from mckpt.errors import UsageError
-from mckpt.formats.base import Names, dtypes_of
+from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_files import Row
-from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.formats.megatron.torch_shards import instances, local
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.buckets import FILE, exported
@@ -68,18 +69,34 @@ def engine_boxes(
         known = dialect.choices[name]
         chosen[name] = value if value in known else known[0]
     names = Names(dialect, source.dims, {**source.names.choices, **chosen}, sizes)
-    rows = padded_rows(source.dims, divisible_by, tp)
-    request = MegatronRequest(names, dtypes_of(source.layout), rows, {})
-    held, _ = formats.get("torch").lay_out(request)
+    whole = [b for b in names.bound if b.rule.written]
+    rows, scope = padded_rows(source.dims, divisible_by, tp), names.scope()
+    packs = [packed(b.rule, scope, rows) for b in whole]
     hf = exported(source, TargetOptions(formats.HUGGING_FACE))
+    holders, stages = _Holders(hf.layout, hf.rows), names.stages()
     etp, count = sizes.expert_tp, math.lcm(tp, sizes.expert_tp * ep)
+
+    @cache
+    def shards(tp: int, etp: int) -> list[tuple[Piece, ...]]:
+        """Returns the pieces of each rule on a rank."""
+        ways = [
+            (etp, sizes.expert_tp) if "expert" in b.rule.indices else (tp, sizes.tp) for b in whole
+        ]
+        return [local(b, p, *way)[1] for b, p, way in zip(whole, packs, ways, strict=True)]
+
+    @cache
+    def held(stage: int, expert: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the layers and the experts of each rule on a rank."""
+        every = (instances(b, stages[stage], stage, sizes, source.dims, expert) for b in whole)
+        listed = ([(layer, one) for _, layer, one, _ in found] for found in every)
+        return [tuple(np.array(one, "i8").reshape(-1, 2).T) for one in listed]
+
     found = []
     for stage in range(pp):
         for rank in range(count):
             expert = rank // etp % ep if source.dims["num_experts"] else 0
-            name = sizes.directory(rank % tp, stage, expert)
-            numbers = [n for n, file in enumerate(held.files) if file.startswith(f"{name}/")]
-            found.append(_boxes(held, numbers, hf.layout, hf.rows))
+            pieces, where = shards(rank % tp, rank % etp), held(stage, expert)
+            found.append(holders.boxes(zip(pieces, where, strict=True)))
     return found
 
 
@@ -96,53 +113,75 @@ def model_boxes(model_chunks: Sequence[Any], **described: Unpack[Described]) -> 
         hf = exported(model, TargetOptions(formats.HUGGING_FACE))
         own, ranks = rank_and_world()[0], ranks_of(model)
         mine = [n for n in range(len(ranks.files)) if ranks.rank_of(n) == own]
-        return _boxes(model.layout, mine, hf.layout, hf.rows)
+        here = ((s, np.isin(s.file, mine)) for s in model.layout.stored)
+        held = ((s.pieces, (s.layer[rows], s.expert[rows])) for s, rows in here)
+        return _Holders(hf.layout, hf.rows).boxes(held)
 
     boxes = own_result(found)
     release(model)
     return boxes
 
 
-def _boxes(
-    held: Layout, files: Sequence[int], layout: Layout, rows: list[tuple[Row, int]]
-) -> HeldBoxes:
-    """Returns the boxes of Hugging Face tensors whose elements some files of a layout hold."""
-    rows = sorted(rows, key=lambda row: row[1])
-    starts = np.array([at for _, at in rows], "i8")
-    parts: dict[str, list[tuple[int, Piece]]] = {}
-    for number, s in enumerate(layout.stored):
-        for piece in s.pieces:
-            parts.setdefault(piece.tensor, []).append((number, piece))
-    of_instance = [
-        {key: i for i, key in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True))}
-        for s in layout.stored
-    ]
-    found: dict[str, set[Box]] = {}
-    for s in held.stored:
-        here = np.flatnonzero(np.isin(s.file, files)).tolist()
-        inside: dict[int, list[Box]] = {}  # number of a tensor of the layout -> its boxes
-        for own in s.pieces if here else ():
-            for number, piece in parts.get(own.tensor, ()):
-                if boxes := _boxes_in(piece, own.box, layout.stored[number]):
-                    inside.setdefault(number, []).extend(boxes)
-        for number, boxes in inside.items():
-            hf, boxes = layout.stored[number], _merged(boxes)
-            for i in here:
-                at = of_instance[number].get((int(s.layer[i]), int(s.expert[i])))
-                if at is None:
-                    continue
-                place = (int(hf.file[at]) << FILE) + int(hf.at[at])
-                row, first = rows[int(np.searchsorted(starts, place, "right")) - 1]
-                axes = len(row.shape) - len(hf.shape)  # of the experts in one tensor
-                skipped = (place - first) // itemsize(hf.dtype) // hf.numel
-                index = index_of(skipped, row.shape[:axes])
-                here_too = (Box(index + b.offset, (1,) * axes + b.shape) for b in boxes)
-                found.setdefault(row.key, set()).update(here_too)
-    return {
-        row.key: [bounds_of(b) for b in _merged(found[row.key])]
-        for row, _ in rows
-        if row.key in found
-    }
+class _Holders:
+    """The tensors of a Hugging Face directory, by the logical tensors that they hold. Tensors whose
+    boxes are equal, such as those of most experts, share one list of them.
+    """
+
+    def __init__(self, layout: Layout, rows: list[tuple[Row, int]]) -> None:
+        self.stored, self.rows = layout.stored, sorted(rows, key=lambda row: row[1])
+        starts = np.array([at for _, at in self.rows], "i8")
+        self.parts: dict[str, list[tuple[int, Piece]]] = {}
+        # of each stored tensor: the rows that hold it, and how many of its size come before it
+        self.places: list[tuple[np.ndarray, np.ndarray]] = []
+        self.experts = 1 + max((int(s.expert.max(initial=0)) for s in layout.stored), default=0)
+        layers = 1 + max((int(s.layer.max(initial=0)) for s in layout.stored), default=0)
+        self.numbers = np.full((len(layout.stored), layers * self.experts), -1)
+        for number, s in enumerate(layout.stored):
+            for piece in s.pieces:
+                self.parts.setdefault(piece.tensor, []).append((number, piece))
+            place = (s.file.astype("i8") << FILE) + s.at
+            row = np.searchsorted(starts, place, "right") - 1
+            self.places.append((row, (place - starts[row]) // itemsize(s.dtype) // s.numel))
+            self.numbers[number, s.layer * self.experts + s.expert] = np.arange(len(s))
+        self.kinds: dict[tuple[Box, ...], int] = {}
+        self.lists: dict[tuple[int, ...], list[Bounds]] = {}
+
+    def boxes(
+        self, held: Iterable[tuple[Sequence[Piece], tuple[np.ndarray, np.ndarray]]]
+    ) -> HeldBoxes:
+        """Returns the boxes whose elements a rank holds.
+
+        held: the pieces of its tensors of one geometry, and the layer and the expert of each.
+        """
+        found: dict[int, tuple[int, ...]] = {}  # number of a row -> of some boxes
+        for pieces, (layer, expert) in held:
+            inside: dict[int, list[Box]] = {}  # number of a stored tensor -> its boxes
+            for own in pieces if len(layer) else ():
+                for number, piece in self.parts.get(own.tensor, ()):
+                    if boxes := _boxes_in(piece, own.box, self.stored[number]):
+                        inside.setdefault(number, []).extend(boxes)
+            for number, boxes in inside.items():
+                known = self.numbers[number]
+                ids = layer.astype("i8") * self.experts + expert
+                here = known[ids[ids < len(known)]]
+                rows, skipped = (of[here[here >= 0]] for of in self.places[number])
+                merged, rank = tuple(_merged(boxes)), len(self.stored[number].shape)
+                for row, skip in zip(rows.tolist(), skipped.tolist(), strict=True):
+                    shape = self.rows[row][0].shape
+                    kind = merged
+                    if axes := len(shape) - rank:  # of the experts in one tensor
+                        at = index_of(skip, shape[:axes])
+                        kind = tuple(Box(at + b.offset, (1,) * axes + b.shape) for b in merged)
+                    one = self.kinds.setdefault(kind, len(self.kinds))
+                    found[row] = (*found.get(row, ()), one)
+        return {self.rows[row][0].key: self._list(found[row]) for row in sorted(found)}
+
+    def _list(self, numbers: tuple[int, ...]) -> list[Bounds]:
+        if (found := self.lists.get(numbers)) is None:
+            kinds = list(self.kinds)
+            every = {box for number in numbers for box in kinds[number]}
+            found = self.lists[numbers] = [bounds_of(box) for box in _merged(every)]
+        return found
 
 
 def _boxes_in(piece: Piece, wanted: Box, stored: Stored) -> list[Box]:
@@ -167,8 +206,9 @@ def _boxes_in(piece: Piece, wanted: Box, stored: Stored) -> list[Box]:
             raise UsageError(
                 f"{stored.key}: the part that a rank holds is not a box of {list(shape)}"
             )
-        each = [(low + n * step, 1) for n in range(count)]
-        places[axis] = [(low, count)] if step == 1 else each
+        places[axis] = [(low, count)]
+        if step > 1:
+            places[axis] = [(low + n * step, 1) for n in range(count)]
     return [Box(*zip(*ends, strict=True)) if ends else Box((), ()) for ends in product(*places)]
 
 

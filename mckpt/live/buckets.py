@@ -106,20 +106,16 @@ class Buckets(NamedTuple):
     listed: list[Bucket]
     most: int  # bytes of a bucket
     transfers: Sequence[Transfer] = ()  # of boxes
+    of_boxes: dict[tuple[int, int], int] = {}  # (sender, receiver) -> bytes of all transfers
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
         """Returns the bytes of a call from each sender to each receiver."""
-        found: dict[tuple[int, int], int] = {}
-        sent = [(one.sender, one.receiver, one.nbytes) for one in self.transfers]
+        found = dict(self.of_boxes)
         for bucket in () if self.transfers else self.listed:
-            pairs = (
-                (rank, size, to) for rank, (_, size) in bucket.segments.items() for to in bucket.to
-            )
-            sent += [(rank, to, size) for rank, size, to in pairs]
-        for sender, receiver, nbytes in sent:
-            if sender != receiver:
-                found[sender, receiver] = found.get((sender, receiver), 0) + nbytes
+            for sender, (_, nbytes) in bucket.segments.items():
+                for receiver in bucket.to - {sender}:
+                    found[sender, receiver] = found.get((sender, receiver), 0) + nbytes
         return found
 
 

@@ -120,8 +120,9 @@ class Meeting:
 
 
 def _plain(boxes: Boxes) -> Boxes:
-    """Returns boxes as tuples, which can be compared."""
-    return {
-        name: [tuple((int(a), int(b)) for a, b in box) for box in listed]
-        for name, listed in boxes.items()
+    """Returns boxes as tuples, which can be compared. Tensors that share a list do so after it."""
+    found = {
+        id(listed): [tuple((int(a), int(b)) for a, b in box) for box in listed]
+        for listed in {id(listed): listed for listed in boxes.values()}.values()
     }
+    return {name: found[id(listed)] for name, listed in boxes.items()}
