@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from mckpt.errors import MckptError, SourceError, UsageError
+from mckpt.live.asking import Asked
 from mckpt.live.buckets import ALIGN, Bucket
 from mckpt.live.steps import steps_of
 from mckpt.live.together import call, gathered, lost
@@ -57,10 +58,10 @@ class Deltas:
     nbytes: the bytes of all segments that were sent so far.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, asked: Asked) -> None:
         self.base_version, self.version = kept.sync.version * kept.valid, kept.sync.version + 1
         self.refused: MckptError | None = None  # why this rank cannot apply them
-        self.nbytes, self._kept = 0, kept
+        self.nbytes, self._kept, self.asked = 0, kept, asked
 
     def __iter__(self) -> Iterator[Delta]:
         """Raises one error on all ranks: before anything is yielded, if a rank is at another
@@ -85,12 +86,13 @@ class Kept:
 
     def given(self, of: Deltas) -> Iterator[Delta]:
         sync = self.sync
-        sync.memory.complete()
+        if of.asked.weights is None:
+            sync.memory.complete()
         sync.memory.refresh()
         versions = {"version": of.version, "base_version": of.base_version}
-        gathered(lambda: self._refuse(of), stated=lambda _: versions)
+        gathered(lambda: self._refuse(of), stated=lambda _: versions | sync._said)
         sync._refused, at = None, 0
-        if sync.snapshot:
+        if sync.snapshot and of.asked.weights is None:
             sync.memory.keep()
         base, self.valid = of.base_version, False
         try:
@@ -98,6 +100,8 @@ class Kept:
             for at in range(len(self.places)):
                 yield from self._bucket(at, base > 0, of)
             at = len(self.places)
+            for name, tensor in (of.asked.extra or {}).items() if sync._receives else ():
+                yield Delta(name, None, tensor, digest(tensor))
             self._agree(at, None)
             sync._end()
             sync._done()
@@ -112,7 +116,7 @@ class Kept:
 
     def _refuse(self, of: Deltas) -> None:
         """Raises the error that this rank finds before a call."""
-        self.sync.memory.refuse_changed()
+        self.sync._take(of.asked)
         if of.refused is not None:
             raise of.refused
         if of.version != self.sync.version + 1:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import UsageError
 from mckpt.formats.foreign import FACTOR
+from mckpt.live.asking import Given
 from mckpt.live.together import call, gathered
 from mckpt.values.dtypes import itemsize
 
@@ -96,10 +97,12 @@ class Memory:
         whose memory is released.
         """
         listed = _listed(chunks)
-        self.chunks = [unwrapped(chunk) for chunk in listed]
+        self._chunks, self.chunks = listed, [unwrapped(chunk) for chunk in listed]
         self._wrappers = [wrapper for chunk in listed for wrapper in _wrappers(chunk)]
         self.weights: list[Weight] = []
         self._kept: dict[int, torch.Tensor] = {}  # number of a weight -> its copy
+        self._lent: dict[int, torch.Tensor] = {}  # and what is on the device of `_kept` on the host
+        self._parts: set[int] = set()  # numbers of the weights that the model's tensors are made of
         for chunk in self.chunks:
             for path, module in chunk.named_modules():
                 for attribute, tensor in _tensors(module):
@@ -130,12 +133,16 @@ class Memory:
         self._modules = [(m._modules, list(m._modules.values())) for m in modules]
         self._forms = [_form(weight) for weight in self.weights]
         self._seen: list[_Seen | None] = [None] * len(self.weights)
+        self._home = self.device
 
     @property
     def device(self) -> torch.device:
         import torch
 
-        return self.weights[0].tensor().device if self.weights else torch.device("cpu")
+        if not self.weights:
+            return torch.device("cpu")
+        device: torch.device = getattr(self.weights[0].module, self.weights[0].attribute).device
+        return device
 
     def masters(self) -> list[str]:
         """Returns the names of the parameters of which an optimizer has master copies."""
@@ -156,6 +163,8 @@ class Memory:
             )
         # strict=False: tensors of an optimizer's state come behind the weights, and have no form
         for number, (weight, form) in enumerate(zip(self.weights, self._forms, strict=False)):
+            if number in self._kept:
+                continue
             tensor = getattr(weight.module, weight.attribute)
             seen = self._seen[number]
             # a thousand experts are looked at in a millisecond, and in ten without this
@@ -178,11 +187,58 @@ class Memory:
         self._flat.clear()
         self._kept = {i: weight.detached().clone() for i, weight in enumerate(self.weights)}
 
+    def take(self, given: Given, named: Iterable[tuple[str, Any]] | None) -> None:
+        """Takes tensors in the place of the weights, also tensors of the host, until `refresh`.
+
+        given: by the names of the weights. named: the name of each weight, and the weight; without
+            it, as `named_parameters()` and `named_buffers()` of the chunks have them.
+
+        Raises UsageError for a name that is missing or left over, and for another form.
+        """
+        held = {id(getattr(w.module, w.attribute)): i for i, w in enumerate(self.weights)}
+        listed = list(named) if named is not None else self._named()
+        found = {name: held.get(id(tensor)) for name, tensor in listed}
+        wrong = [f"{name}: the model has no such weight" for name in given if name not in found]
+        names = {number: name for name, number in found.items()}
+        for number in sorted(self._parts):
+            name, wanted = names.get(number, self.weights[number].name), self._forms[number]
+            if (tensor := given.get(name)) is None:
+                wrong.append(f"{name}: is missing")
+            elif (tensor.dtype, tensor.shape) != wanted or not tensor.is_contiguous():
+                form = f"{tensor.dtype} {list(tensor.shape)}"
+                wrong.append(
+                    f"{name}: is {form}, and must be contiguous {wanted[0]} {list(wanted[1])}"
+                )
+            else:
+                self._kept[number] = tensor.detach()
+        if wrong:
+            raise UsageError.of("`weights` are not those of the live model:", wrong)
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """Returns the weights of all chunks, by names that must differ."""
+        chunks = self._chunks
+        listed = [pair for c in chunks for pair in (*c.named_parameters(), *c.named_buffers())]
+        if len(dict(listed)) < len(listed):
+            raise UsageError("weights: chunks of the model have the same names; give `named`")
+        return listed
+
     def whole(self, number: int) -> torch.Tensor:
-        """Returns a weight, or its copy."""
+        """Returns a weight, or its copy, on the device."""
         weight = self.weights[number]
         kept = self._kept.get(number)
-        return getattr(weight.module, weight.attribute) if kept is None else kept
+        if kept is None:
+            return getattr(weight.module, weight.attribute)
+        if kept.device == self._home:
+            return kept
+        if number not in self._lent:  # not non_blocking: the owner may change it after the call
+            self._lent[number] = kept.to(self._home)
+        return self._lent[number]
+
+    def give_back(self) -> None:
+        """Frees what is on the device of tensors of the host."""
+        if self._lent:
+            self._lent.clear()
+            self._flat.clear()
 
     def add(self, name: str, state: Any, expert: bool) -> int:
         """Adds a tensor of the optimizer's state behind all others, and returns the place of its
@@ -217,7 +273,7 @@ class Memory:
     def refresh(self) -> None:
         """Forgets where the weights were: `view` looks for them again."""
         self._flat.clear()
-        self._kept = {}
+        self._kept, self._lent = {}, {}
 
     def number(self, place: int) -> int:
         """Returns the number of the weight that has a place."""
@@ -233,7 +289,7 @@ class Memory:
             import torch
 
             wanted = getattr(torch, dtype)
-            flat = self._kept[number] if number in self._kept else weight.detached()
+            flat = self.whole(number) if number in self._kept else weight.detached()
             if flat.dtype is not wanted:
                 flat = flat.reshape(-1).view(wanted)
             self._flat[number, dtype] = flat
@@ -291,7 +347,7 @@ class Memory:
                     f"{weight.name}: sharded_state_dict() of the model names {held:,} of its"
                     f" {weight.nbytes:,} bytes"
                 )
-        self._shards = []
+        self._shards, self._parts = [], set(covered)
         return parts, problems
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mckpt.live.asking import Asked
 from mckpt.live.direct import Boxes
 from mckpt.live.meeting import Meeting
 from mckpt.live.syncing import Sync
@@ -39,6 +40,6 @@ class Receiver(Sync):
         device, plan = Meeting(group, boxes, trains=False).receive()
         self._adopt(plan, device)
 
-    def _given_now(self, flat: int = 0) -> Iterator[Any]:
+    def _given_now(self, asked: Asked) -> Iterator[Any]:
         self._refused = None
-        yield from self._given(flat)
+        yield from self._given()

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from mckpt.errors import MckptError, UsageError
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.box import Box
 from mckpt.live.adapters import LiveTensors, Products, chosen
+from mckpt.live.asking import ASKED, Asked, Given
 from mckpt.live.buckets import Bucket, Buckets, ExportedTensor, To, Transfer, plan
 from mckpt.live.deltas import Deltas, Kept
 from mckpt.live.direct import Bounds, Boxes, Links, bounds_of, plan_boxes
@@ -208,6 +210,7 @@ class Sync:
     def _adopt(self, made: Buckets, device: torch.device, quantises: bool = False) -> None:
         """Prepares the work of this rank for a plan."""
         self._plan, self._device = made, device
+        self._said: dict[str, Any] = {}  # of the call, which must be equal on all ranks
         self.version = 0  # the number of calls that came to their end
         # of the last of these: "version", "seconds", "buckets", and the bytes that this rank
         # "sent" and "received", for the log of a trainer
@@ -277,13 +280,35 @@ class Sync:
                     )
                 target.copy_(tensor)
 
-    def __call__(self) -> Any:
-        """Returns an iterator as of `_given_now`, or with `delta` the `Deltas`."""
-        return self._given_now() if self._kept is None else Deltas(self._kept)
+    def __call__(
+        self,
+        *,
+        weights: Given | None = None,
+        named: Iterable[tuple[str, Any]] | None = None,
+        extra: Mapping[str, torch.Tensor] | None = None,
+    ) -> Any:
+        """Returns an iterator as of `_given_now`, or with `delta` the `Deltas`.
 
-    def buckets(self, align: int = 256) -> Iterator[FlatBucket]:
+        weights: tensors whose values are sent in the place of those of the model, by the names of
+            its weights. They may be on the host, and must not change during the call.
+        named: these names: pairs of a name and a parameter or buffer of the model. Without it, they
+            are those of `named_parameters()` and `named_buffers()` of the chunks.
+        extra: further tensors, such as the scales of a KV cache, equal on all ranks. They come
+            last, to each rank that receives tensors.
+        """
+        asked = Asked(weights, named, extra)
+        return self._given_now(asked) if self._kept is None else Deltas(self._kept, asked)
+
+    def buckets(
+        self,
+        align: int = 256,
+        *,
+        weights: Given | None = None,
+        named: Iterable[tuple[str, Any]] | None = None,
+        extra: Mapping[str, torch.Tensor] | None = None,
+    ) -> Iterator[FlatBucket]:
         """Makes a call, and yields the tensors that this rank receives in flat buckets, which the
-        caller may keep.
+        caller may keep. `extra` has a bucket of its own, the last one.
 
         align: bytes, a power of two: each tensor begins at the next multiple, and the buffer ends
             at one; 1 packs tensors of one dtype without gaps.
@@ -297,9 +322,9 @@ class Sync:
             )
         if align not in self._flat:
             self._flat[align] = self._steps_of(align)
-        return self._given_now(align)
+        return self._given_now(Asked(weights, named, extra, align))
 
-    def _given_now(self, flat: int = 0) -> Iterator[Any]:
+    def _given_now(self, asked: Asked) -> Iterator[Any]:
         """Yields the name and the tensor of each tensor that this rank receives, or a `Slice`.
 
         While the caller uses the tensors of a bucket, the next one is on its way, unless both and a
@@ -313,21 +338,35 @@ class Sync:
         memory = self.memory
         assert memory is not None
         # receivers in other processes learn of it as the ranks of the model do
-        self._refused = refusal_of(memory.complete)
+        self._refused = None if asked.weights is not None else refusal_of(memory.complete)
         memory.refresh()
-        self._refused = self._refused or refusal_of(memory.refuse_changed)
-        if self.snapshot and self._refused is None:
+        self._refused = self._refused or refusal_of(lambda: self._take(asked))
+        if self.snapshot and asked.weights is None and self._refused is None:
             memory.keep()
         try:
-            yield from self._given(flat)
+            yield from self._given(asked)
         finally:
             memory.refresh()
 
-    def _given(self, flat: int = 0) -> Iterator[Any]:
-        """Does the work of a call, with the weights where they are now or were kept.
+    def _take(self, asked: Asked) -> None:
+        """Prepares a call on this rank. Raises the errors that this rank finds."""
+        assert self.memory is not None
+        if asked.weights is not None:
+            self.memory.take(asked.weights, asked.named)
+        self.memory.refuse_changed()
+        if asked.extra is not None and self._is_direct:
+            raise UsageError("extra is for whole tensors, and this Sync sends boxes")
+        if asked.extra is not None and (twice := asked.extra.keys() & self.tensors.keys()):
+            raise UsageError.of("extra: the model has tensors of these names:", sorted(twice))
+        self._said = asked.said() if self._group is None else {}
 
-        flat: the alignment of the buckets that are yielded in the place of tensors.
-        """
+    @property
+    def _receives(self) -> bool:
+        return any(self.rank in bucket.to for bucket in self._plan.listed)
+
+    def _given(self, asked: Asked = ASKED) -> Iterator[Any]:
+        """Does the work of a call, with the weights where they are now or were kept."""
+        flat = asked.flat
         self._begin()
         of_buckets = self._flat[flat] if flat else self._steps
         sent: list[_SentBucket] = []
@@ -341,6 +380,8 @@ class Sync:
                     yield from self._yielded(sent.pop(0), flat)
             if sent:
                 yield from self._yielded(sent.pop(), flat)
+            if asked.extra and self._receives:
+                yield from self._extra(asked.extra, flat)
         except GeneratorExit:
             if self._is_direct:
                 with suppress(MckptError):
@@ -362,6 +403,13 @@ class Sync:
             yield from tensors
         elif named := list(tensors):
             yield flat_bucket(named, flat, self._device)
+
+    def _extra(self, extra: Mapping[str, torch.Tensor], flat: int) -> Iterator[Any]:
+        if flat:
+            yield flat_bucket(list(extra.items()), flat, self._device)
+        else:
+            for name, tensor in extra.items():
+                yield Slice(name, tensor, 0, tuple(tensor.shape)) if self.slices else (name, tensor)
 
     def _done(self) -> None:
         """Counts a call that came to its end."""
@@ -391,6 +439,8 @@ class Sync:
         # flags that are not 0 for values that were infinite, and the numbers of their tensors
         self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
         self._began = time.monotonic()
+        # what a rank adds to the sum behind a bucket: 1, and above it what it states of the call
+        self._token = 1 + ((zlib.crc32(repr(self._said).encode()) & 0x3FFFFF) << 20)
         self._counted = {"buckets": 0, "sent": 0, "received": 0}
         if (factors := self._factors) is not None:
             factors._refused = self._refused
@@ -474,7 +524,8 @@ class Sync:
                 ]
         elif messages := self._messages(bucket, parts, buffer):
             works = call(dist.batch_isend_irecv, messages)
-        ready = torch.full((1,), int(self._refused is None), device=self._device)
+        token = self._token - (self._refused is not None)
+        ready = torch.full((1,), token, dtype=torch.int64, device=self._device)
         if self._group or dist.is_initialized():  # behind the bucket, on the same stream
             works.append(call(dist.all_reduce, ready, async_op=True, group=self._group))
         return _SentBucket(bucket, steps, buffer, works, ready, self._posted)
@@ -540,6 +591,8 @@ class Sync:
                 if self._overflows(cast):
                     flag = (place.isinf() & values.isfinite()).any()
                     self._bad.append((bucket.tensors, [m.tensor], flag))
+        if source is None and self.memory is not None:
+            self.memory.give_back()
 
     def _weights(self, moves: list[LiveMove], dtype: str) -> list[torch.Tensor]:
         """Returns the elements of weights that copies read: the weight itself if they are all."""
@@ -584,7 +637,8 @@ class Sync:
         sent.wait()
         bucket, steps = sent.bucket, sent.steps
         made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
-        self._copy(steps.own, bucket, made)
+        if self._refused is None:
+            self._copy(steps.own, bucket, made)
         self._copy(steps.receive, bucket, made, sent.buffer)
         tensors: dict[int, torch.Tensor] = {}
         scales: dict[int, torch.Tensor] = {}
@@ -615,7 +669,7 @@ class Sync:
             for work in sent.works[-1:]:
                 call(work.wait)
             ready = call(sent.ready.item)
-        if ready != self.world:
+        if ready != self.world * self._token:
             # other ranks may have begun to send the next bucket, and all must do the same
             if sent.number == self._posted < len(self._steps):
                 self._send(self._plan.listed[self._posted], self._steps[self._posted]).wait()
@@ -625,7 +679,7 @@ class Sync:
                 if refused is not None:
                     raise refused
 
-            gathered(fail, self._group)
+            gathered(fail, self._group, stated=lambda _: self._said)
             raise lost("a bucket has not reached all ranks")
 
 
@@ -641,7 +695,7 @@ class _SentBucket(NamedTuple):
     steps: Steps
     buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
     works: list[Any]  # of torch.distributed
-    ready: torch.Tensor  # becomes the number of ranks that have sent their part
+    ready: torch.Tensor  # becomes the sum of the tokens of all ranks
     number: int  # of buckets that were sent until then in this call
 
     def wait(self) -> None:

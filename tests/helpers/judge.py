@@ -469,7 +469,7 @@ def grid_case(case: Case) -> dict[str, Any]:
 
 
 def live_case(case: Case) -> dict[str, Any]:
-    from tests.helpers import box_cases, live_cases
+    from tests.helpers import box_cases, live_cases, rl_cases
 
     stored = load.read_args(case["checkpoint"])
     args = build.at_sizes(stored, **case.get("args", {}) | case.sizes())
@@ -486,6 +486,8 @@ def live_case(case: Case) -> dict[str, Any]:
         return box_cases.run(case, args)
     if "deltas" in case:
         return live_cases.run_deltas(case, build.build(args, args.params_dtype), args)
+    if "rl" in case:
+        return rl_cases.run(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 
