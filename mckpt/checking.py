@@ -391,7 +391,7 @@ def _is_gap(source: Checkpoint, span: Span) -> bool:
     as dp_reshardable between two parameters, from memory that it does not set, and reads none.
     """
     try:
-        optimizer = source.optimizer
+        optimizer = source.with_training().optimizer
     except MckptError:  # `_structure` reports it
         return False
     if optimizer is None or span.name.partition(" at ")[0] not in optimizer.keys:

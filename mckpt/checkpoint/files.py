@@ -12,7 +12,7 @@ from typing import Any
 from mckpt import formats
 from mckpt.errors import MckptError, SourceError, UsageError, counted, shown
 from mckpt.formats import foreign, places
-from mckpt.formats.base import FAMILY, Opened
+from mckpt.formats.base import FAMILY, Format, Opened
 from mckpt.formats.hf_config import (
     ADAPTER,
     CONFIG,
@@ -184,10 +184,11 @@ class CheckpointFiles:
         """
         if self.is_megatron:
             return None
-        from mckpt.formats.megatron.fsdp_training import FORMAT
+        from mckpt.formats.megatron import fsdp_training, verl_training
 
-        found = FORMAT.detect(self.path)
-        return replace(self, opened=FORMAT.open(self.path)) if found else None
+        known = (fsdp_training.FORMAT, verl_training.FORMAT)
+        found = next((format for format in known if format.detect(self.path)), None)
+        return replace(self, opened=found.open(self.path)) if found else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # opened anew: a pickle of open headers would be large
@@ -215,7 +216,11 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
     if not local.is_dir():
         other = foreign.program_of(local)
         raise SourceError(other or f"{local}: is a file; give the directory of a checkpoint")
-    format = formats.detect(local, megatron=False)
+    format, named = formats.detect(local, megatron=False), (local, options.iteration)
+    others = format is None and not is_save_directory(local) and verl_weights(*named) is None
+    hf = verl_hf(*named) if others else None
+    if hf and (format := formats.detect(hf, megatron=False)):
+        local, options = hf, options.with_(iteration=None)
     if format is not None:
         if options.iteration is not None:
             raise UsageError(
@@ -223,20 +228,18 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
                 " --iteration has no meaning there"
             )
         refuse_half_sent(local)
-        return CheckpointFiles(local, options, None, format.open(local))
-    named = (local, options.iteration)
-    if not is_save_directory(local) and verl_weights(*named) is None:
-        if (hf := verl_hf(*named)) and formats.detect(hf, megatron=False):
-            raise SourceError(
-                f"{local}: verl saved the weights as a Hugging Face directory: give {hf}"
-            )
-        if other := foreign.program_of(local):
-            raise SourceError(other)
+        return CheckpointFiles(local, options, None, _hugging_face(local, format))
+    if others and (other := foreign.program_of(local)):
+        raise SourceError(other)
     directory = find(*named)
     refuse_half_sent(directory.path)
     places.ready(local, directory.path)
     format = formats.detect(directory.path, megatron=True)
     if format is not None:
+        if format.name == formats.MEGATRON and directory.name == VERL_WEIGHTS:
+            from mckpt.formats.megatron.verl_training import VerlTorchDist
+
+            return CheckpointFiles(local, options, directory, VerlTorchDist(directory.path))
         return CheckpointFiles(local, options, directory, format.open(directory.path))
     if state := unfinished(local):
         raise SourceError(f"{local}: no checkpoint is here yet. {state}")
@@ -252,6 +255,16 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}, nor"
         f" {ADAPTER[0]} of an adapter"
     )
+
+
+def _hugging_face(local: Path, format: Format) -> Opened:
+    """Opens a Hugging Face directory, which may be the weights of a training."""
+    if local.name == VERL_HF:
+        from mckpt.formats.megatron import verl_training
+
+        if verl_training.detect(local):
+            return verl_training.VerlTraining(local, trained=False)
+    return format.open(local)
 
 
 def open_training(path: str | Path, options: SourceOptions) -> CheckpointFiles:

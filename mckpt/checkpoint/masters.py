@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import CoverError, SourceError, UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.carried import joined
 from mckpt.formats.megatron.interface import OpenedMegatron
@@ -24,7 +24,12 @@ from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import bfloat16_bits, itemsize, numpy_dtype
 
-ORDERS = ("transformer_impl", "experts", "mtp_inner")
+# the choices of dialects on which the order in a flat buffer depends
+ORDERS = {
+    "transformer_impl": ("transformer_engine", "local"),
+    "experts": ("grouped", "sequential"),
+    "mtp_inner": ("mtp_model_layer", "transformer_layer"),
+}
 # bytes of a weight that one thread compares at a time; with its temporary arrays it needs ten times
 # as much memory
 PROOF_BYTES = 512 << 10
@@ -72,26 +77,35 @@ def _placed(opened: OpenedMegatron, names: Names, weights: Layout | None) -> Opt
     Flat buffers have the parameters in an order that follows from choices which the keys of
     torch_dist do not show. If those of the args do not fit the weights, others are tried.
     """
-    first = opened.optimizer(names)
-    args = opened.common.args or {}
+    args, misfit = opened.common.args or {}, None
+    try:
+        first = opened.optimizer(names)
+    except SourceError as e:
+        if args:
+            raise
+        first, misfit = None, e
     if first is not None and args.get("optimizer") == "muon" and not is_muon(first.groups):
         raise UsageError(
             f"{opened.root}: has the state of Muon as megatron-core before 0.19 saved it, which"
             " mckpt does not read; give --no-optimizer to convert the weights alone"
         )
-    if first is None or first.portable:
+    if misfit is None and (first is None or first.portable):
         return first
     weights = opened.layout(names) if weights is None else weights
     half = in_half(args)
-    if fit(weights, first.layout, half):
+    if first is not None and fit(weights, first.layout, half):
         return first
-    tried = {name: names.mapping.choices.get(name, [None]) for name in ORDERS}
+    known = names.mapping.choices
+    tried = {name: known.get(name, [None]) for name in ORDERS} if ORDERS.keys() & known else ORDERS
     for chosen in itertools.product(*tried.values()):
         choices = {**names.choices, **dict(zip(tried, chosen, strict=True))}
-        with suppress(SourceError):
+        with suppress(SourceError, CoverError):
             other = opened.optimizer(replace(names, choices=choices))
             if other is not None and fit(weights, other.layout, half):
                 return other
+            first = first or other
+    if misfit is not None and first is None:
+        raise misfit
     return first
 
 

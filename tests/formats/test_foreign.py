@@ -150,7 +150,8 @@ def test_a_run_of_verl_is_read_with_its_hugging_face_directory(inside: str, tmp_
     refused(3, "checkpoint of verl", args=again)
     shutil.rmtree(weights)
     shutil.copy(tmp_path / "out0/model.safetensors", hf)
-    refused(3, f"give {hf}", args=("megatron-to-hf", step, tmp_path / "more"))
+    assert good("diff", step, QWEN3).out.startswith("the same to the last bit")
+    refused(2, "is a Hugging Face directory already", args=("megatron-to-hf", step, tmp_path / "b"))
 
 
 def test_a_checkpoint_whose_args_are_those_of_ms_swift_4(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ first, and the results behind the arrow:
     train    checkpoint and the other entries of a job of mckpt.trainer.train
              -> steps: what train() returns
              frozen: optional patterns of the names of parameters that are not trained
+             verl: saves in the layout of verl
     t5       the entries of tests/helpers/t5_model.py
     live     checkpoint, args, and the entries of tests/helpers/live_cases.py
     grid     cp; runs at any size without the processes
@@ -51,6 +52,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -340,8 +342,37 @@ def train_case(case: Case) -> dict[str, Any]:
             parameter.requires_grad = not any(fnmatch(name, pattern) for pattern in patterns)
         return chunks
 
-    with mock.patch.object(build, "build", partly_frozen):
+    from megatron.core import dist_checkpointing
+
+    whole_save = dist_checkpointing.save
+    saves = functools.partial(save_as_verl, whole_save) if case.pop("verl", False) else whole_save
+    with (
+        mock.patch.object(build, "build", partly_frozen),
+        mock.patch.object(dist_checkpointing, "save", saves),
+    ):
         return {"steps": train.run(case, timeout_s)}
+
+
+def save_as_verl(save: Any, state: dict[str, Any], place: str, content_metadata: Any) -> None:
+    """Saves in the layout of verl (verl/utils/checkpoint/megatron_checkpoint_manager.py)."""
+    role = Path(place).parent / f"global_step_{state['iteration']}/actor"
+    parts = {
+        "model": {key: value for key, value in state.items() if key.startswith("model")},
+        "optimizer": {
+            "optimizer": state["optimizer"],
+            "lr_scheduler": state["opt_param_scheduler"],
+        },
+        "extra": {"rng_state": state["rng_state"]},
+    }
+    for part, own in parts.items():
+        if dist.get_rank() == 0:
+            (role / part / "dist_ckpt").mkdir(parents=True)
+        dist.barrier()
+        save(own, str(role / part / "dist_ckpt"), content_metadata=content_metadata)
+    if dist.get_rank() == 0:
+        Path(place).rmdir()
+        sizes = {k: v for k, v in vars(state["args"]).items() if "_parallel_" in k}
+        (role / "transformer_config.json").write_text(json.dumps(sizes, default=str))
 
 
 def keep_logits(chunks: list[Any], args: Namespace, case: Case) -> None:

@@ -34,7 +34,7 @@ from mckpt.formats.megatron.optimizer import (
     number_in,
     state_pieces,
 )
-from mckpt.formats.megatron.save_directory import VERL_STEP
+from mckpt.formats.megatron.save_directory import verl_step
 from mckpt.formats.megatron.torch_adam import NOTE, common_state
 from mckpt.geometry.box import ZEROS, Layout, Stored
 
@@ -72,9 +72,7 @@ class FsdpTraining(Sharded):
         fields: dict[str, Any] = {}
         with suppress(UsageError, SourceError):  # `optimizer` raises it
             fields |= self._adam
-        steps = [p.removeprefix(VERL_STEP) for p in self.root.parts if p.startswith(VERL_STEP)]
-        fields |= {"iteration": int(steps[-1])} if steps and steps[-1].isdecimal() else {}
-        return Common(fields, str(self.root))
+        return Common({**fields, **verl_step(self.root)}, str(self.root))
 
     @cached_property
     def _adam(self) -> dict[str, Any]:

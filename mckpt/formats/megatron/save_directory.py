@@ -149,6 +149,12 @@ def _verl_directory(path: Path, iteration: int | None, name: str, file: str) -> 
     return next((directory for directory in found if (directory / file).is_file()), None)
 
 
+def verl_step(path: Path) -> dict[str, int]:
+    """Returns the entry `iteration` for a directory below that of a step; {} for another."""
+    steps = [p.removeprefix(VERL_STEP) for p in path.parts if p.startswith(VERL_STEP)]
+    return {"iteration": int(steps[-1])} if steps and steps[-1].isdecimal() else {}
+
+
 class Tracker:
     """The file that names the newest checkpoint of a save directory."""
 

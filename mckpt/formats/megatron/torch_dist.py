@@ -252,6 +252,22 @@ class TorchDist:
         keys = (*self.metadata.tensors, *self.metadata.objects)
         return any(flat.group_of(key) for key in keys)
 
+    def weight_facts(self, names: Names) -> tuple[dict[str, str], int | None]:
+        """Returns the dtype of each weight, by logical tensor, and the rows of the embedding."""
+        # other choices than the checkpoint's may name a key that it does not have
+        vocabulary = self.metadata.tensors.get(names.mapping.vocabulary.key)
+        most = vocabulary[0] if vocabulary else "float32"  # adapters alone have no embedding
+        local = replace(names, choices={**names.choices, "keys": "local"})
+        dtypes = {name: most for b in local.bound for name in b.rule.of}
+        dtypes |= {
+            name: self.metadata.tensors[key][0]
+            for b in names.bound
+            for key, _ in b.global_keys()[:1]
+            for name in b.rule.of
+            if key in self.metadata.tensors
+        }
+        return dtypes, self.padded_vocab(names.mapping)
+
     def _flat_optimizer(self, names: Names, rest: bool = False) -> Optimizer | None:
         """Returns the optimizer's state of flat buffers, None if there are none.
 
@@ -281,18 +297,7 @@ class TorchDist:
                 kinds.refuse_empty(one, missing, self.common.fields)
             return None
         local = replace(names, choices={**names.choices, "keys": "local"})
-        # other choices than the checkpoint's may name a key that it does not have
-        vocabulary = self.metadata.tensors.get(names.mapping.vocabulary.key)
-        most = vocabulary[0] if vocabulary else "float32"  # adapters alone have no embedding
-        dtypes = {name: most for b in local.bound for name in b.rule.of}
-        dtypes |= {
-            name: self.metadata.tensors[key][0]
-            for b in names.bound
-            for key, _ in b.global_keys()[:1]
-            for name in b.rule.of
-            if key in self.metadata.tensors
-        }
-        rows = self.padded_vocab(names.mapping)
+        dtypes, rows = self.weight_facts(names)
         groups: dict[int, Any] = {}
         scalers: dict[int, optimizer.Scaler] = {}
         for key, (chain, number, what) in objects.items():
