@@ -517,6 +517,8 @@ def live_case(case: Case) -> dict[str, Any]:
         return box_cases.run(case, args)
     if "deltas" in case:
         return live_cases.run_deltas(case, build.build(args, args.params_dtype), args)
+    if "updates" in case:
+        return rl_cases.run_updates(case, build.build(args, args.params_dtype), args)
     if "rl" in case:
         return rl_cases.run(case, build.build(args, args.params_dtype), args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)

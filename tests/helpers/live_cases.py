@@ -216,14 +216,14 @@ def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
     return {"wrong": wrong, "sent": sent, **delta_faults(chunks, like)}
 
 
-def change(chunks: list[Any], share: float, seed: int) -> None:
-    """Changes low bits of about a share of the values. The value of an element decides, so that all
-    copies of a weight stay equal.
+def change(chunks: list[Any], share: float, seed: int, flip: int = 0) -> None:
+    """Changes low bits of about a share of the values, or the bits `flip`. The value of an element
+    decides, so that all copies of a weight stay equal.
     """
     for _, weight in load.weights(chunks):
         bits = weight.view(-1).view(torch.int16)
         drawn = ((bits.long() + 40_000) * (2 * seed + 7_919) % 100_003) % 10_007
-        bits[drawn < share * 10_007] ^= 1 + seed % 7
+        bits[drawn < share * 10_007] ^= flip or 1 + seed % 7
 
 
 @contextmanager

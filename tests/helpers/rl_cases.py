@@ -3,6 +3,8 @@ classes that the examples replace or extend, as they call them.
 
 rl     like: a directory, out: of tests/helpers/rl_engine.py, which receives what rank 0 sends
        -> errors: {a fault: the error of each rank}
+       updates: a directory, of which tests/helpers/vllm_generating.py takes the updates; steps: the
+       names of its directories, which end in "full" or "delta"
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from mckpt import live
 from mckpt.live import buckets
 from mckpt.trainer import load
-from tests.helpers.live_cases import ROOT, read, refusal, unlike
+from tests.helpers.live_cases import ROOT, change, read, refusal, unlike
 from tests.helpers.rl_engine import NEMO_ALIGN, FlattenedTensorMetadata, handle_of
 
 BUCKET = 1 << 16  # bytes, so that a tiny model has several
@@ -346,3 +349,27 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     finally:
         buckets.BUCKET = kept
         engine.end()
+
+
+@torch.no_grad()
+def run_updates(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
+    """Writes what an engine takes after each step: all tensors, or what changed."""
+    load.load(chunks, args, case["checkpoint"])
+    like, every = case["like"], live.Sync(chunks, like=case["like"], to=0)
+    sync = live.Sync(chunks, like=like, to=0, delta="host")
+    for number, step in enumerate(case["steps"]):
+        if number:
+            change(chunks, 0.1, number, flip=-(1 << 15))  # the signs of a tenth
+        deltas = sync()
+        listed = [tuple(delta) for delta in deltas]
+        tensors = {name: tensor.clone() for name, tensor in every()}
+        if dist.get_rank():
+            continue
+        update: dict[str, Any] = {"tensors": tensors}
+        if step.endswith("delta"):
+            assert all(delta[1] is not None for delta in listed)
+            update = {"deltas": listed, "base_version": deltas.base_version}
+        (Path(case["updates"]) / step).mkdir(parents=True)
+        torch.save(update | {"version": sync.version}, Path(case["updates"]) / step / "update.pt")
+        save_file(tensors, Path(case["updates"]) / step / "model.safetensors")
+    return {}
