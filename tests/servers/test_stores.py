@@ -880,3 +880,29 @@ def test_the_images_of_a_model_card_go_to_a_store_and_come_back(cli, tmp_path):
     cli("hf-to-megatron", "s3:card-hf", tmp_path / "back")
     assert [p.name for p in (tmp_path / "back/hf/figures").iterdir()] == ["a.png"]
     assert (tmp_path / "back/hf/figures/a.png").read_text() == "a.png"
+
+
+def test_arrays_of_orbax_are_read_from_the_store(
+    server: Server, bucket: str, tmp_path: Path
+) -> None:
+    """tensorstore reads them, of the server that the environment names."""
+    pytest.importorskip("tensorstore")
+    good("hf-to-megatron", SRC, tmp_path / "out", "--format", "orbax")
+    server.put("maxtext-runs", tmp_path / "out/release", "run/")
+    items = "s3://maxtext-runs/run/items"
+    server.set()
+    assert "format: orbax" in good("inspect", items).out
+    assert "sound" in good("check", items, "--like", SRC).out
+    good("megatron-to-hf", items, tmp_path / "hf", "--like", SRC)
+    assert good("diff", SRC, tmp_path / "hf").out.startswith("the same to the last bit")
+    log = server.control()["log"]
+    assert any("GET /maxtext-runs/run/items/d/" in line for line in log), log
+    for key, path in server.keys("maxtext-runs").items():
+        if "/d/" not in key and not key.endswith(("/manifest.ocdbt", "/_METADATA")):
+            continue
+        raw = path.read_bytes()
+        path.write_bytes(raw[: len(raw) // 2])
+        said = mckpt("megatron-to-hf", items, tmp_path / "cut", "--like", SRC)
+        assert said.code in (2, 3) and "Traceback" not in said.err, said
+        assert not (tmp_path / "cut").exists()
+        path.write_bytes(raw)

@@ -9,6 +9,7 @@ in the order of its axes. tensorstore finds and decodes the chunks.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -92,7 +93,7 @@ class Arrays:
         if copy is not None:
             if not copy.url.startswith(("s3://", "gs://")):
                 raise UsageError(f"{shown(str(self.root))}: copy the checkpoint here first")
-            base = f"{shown(str(self.root))}/"
+            base = _in_store(f"{shown(str(self.root))}/")
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache}})
         stored = {"driver": "ocdbt", "base": base} if ocdbt else base
         try:
@@ -169,6 +170,18 @@ class ArrayStore:
 
     def remove(self, names: Iterable[str]) -> None:
         raise UsageError(f"{self.of.root}: an array of Orbax, which mckpt only reads")
+
+
+def _in_store(url: str) -> Any:
+    """Returns tensorstore's description of a URL, with the server and the region of the user's
+    environment, which it does not read itself.
+    """
+    server, region = os.environ.get("AWS_ENDPOINT_URL"), os.environ.get("AWS_REGION")
+    if not (url.startswith("s3://") and server):
+        return url
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    place = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": server}
+    return {**place, "aws_region": region or "us-east-1"}
 
 
 def _again(root: str, orders: Mapping[str, tuple[int, ...]]) -> ArrayStore:
