@@ -47,6 +47,9 @@ EXTRA: dict[str, dict[str, Any]] = {
     "trains": {"trains": True},
     "hands": {"hands": True},
 }
+# updates of tests/helpers/rl_cases.py, in which a process beside the ranks opens handles of CUDA
+# IPC, and by how much their tensors are multiplied
+RECEIVED = {"slime": 2, "verl0": 1, "verl1": 1, "nemo_rl": 1, "skyrl": 1}
 
 
 def main(work: Path) -> int:
@@ -59,7 +62,8 @@ def main(work: Path) -> int:
         )
     tiny.tiny_random("qwen3", work / "other", seed=7)
     sources = [str(work / "hf" / "qwen3"), str(work / "other")]
-    for name, more in EXTRA.items():
+    extra: dict[str, dict[str, Any]] = {**EXTRA, "rl": {"rl": str(work / "rl")}}
+    for name, more in extra.items():
         one = {**case_of(work, "qwen3", {"tp": 2}), **more, "name": name, "saves": []}
         cases.append({**one, "loads": one["loads"][:1], "sources": sources})
     out = work / "results"
@@ -70,7 +74,7 @@ def main(work: Path) -> int:
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     environ = {**os.environ, "PYTHONPATH": path, "JUDGE_PARENT": str(os.getpid())}
     subprocess.run([*command, str(work / "cases.json"), str(out)], env=environ, check=False)
-    passed = quantised_alike() & lost(work, command, environ, cases[-1])
+    passed = quantised_alike() & lost(work, command, environ, cases[-2])
     for case in cases:
         path = out / f"{case['name']}.json"
         found = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": "none"}
@@ -79,6 +83,7 @@ def main(work: Path) -> int:
         if found["ok"]:
             wrong += [text for saved in case["saves"] for text in saved_problems(case, *saved)]
             wrong += unequal(found["errors"]) if case["name"] in EXTRA else []
+            wrong += received_problems(work, case["like"]) if "rl" in case else []
         passed &= found["ok"] and not wrong
         said = "; ".join(wrong[:3]) if found["ok"] else str(found["error"])
         print(case["name"], "fails: " + said if said else f"passes in {found['seconds']} s")
@@ -117,6 +122,23 @@ def unequal(errors: dict[str, list[str]]) -> list[str]:
     return [f"{name}: {said}" for name, said in errors.items() if len(set(said)) > 1 or not said[0]]
 
 
+def received_problems(work: Path, like: str) -> list[str]:
+    """Returns what is wrong with the tensors that the engine beside the ranks received."""
+    import torch
+    from safetensors.torch import load_file
+
+    wanted, wrong = load_file(Path(like) / "model.safetensors"), list[str]()
+    for update, factor in RECEIVED.items():
+        found = load_file(work / "rl" / update / "model.safetensors")
+        wrong += [
+            f"{update} {name}"
+            for name, tensor in wanted.items()
+            if name not in found or not torch.equal(found[name], tensor * factor)
+        ]
+        wrong += [f"{update} {name}" for name in found.keys() - wanted if "_scale" not in name]
+    return wrong
+
+
 def lost(work: Path, command: list[str], environ: dict[str, str], case: dict[str, Any]) -> bool:
     """Lets a rank leave while tensors are on their way. The other one must not return them, also
     where NCCL only aborts what is left of its communicator.
@@ -153,6 +175,8 @@ def case_of(work: Path, case: str, size: dict[str, int]) -> dict[str, Any]:
         ("bf16", {}, {"to": "halves", "bucket_bytes": "1MiB"}),
         ("fp16", {"dtype": "fp16"}, {"dtype": "fp16"}),
         ("fp8", {"quantize": "fp8"}, {"quantize": "fp8"}),
+        ("bf16", {}, {"flat": 512, "bucket_bytes": "1MiB"}),
+        ("fp8", {"quantize": "fp8"}, {"quantize": "fp8", "flat": 256}),
     ):
         exported = work / name / case
         if not exported.exists():

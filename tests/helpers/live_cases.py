@@ -854,7 +854,8 @@ def flattened(sync: live.Sync, align: int) -> Iterator[tuple[str, torch.Tensor]]
     """
     buckets = list(sync.buckets(align))
     for buffer, tensors, ready in buckets:
-        assert ready is None and buffer.dtype is torch.uint8 and buffer.is_contiguous()
+        assert (ready is None) == (buffer.device.type == "cpu")
+        assert buffer.dtype is torch.uint8 and buffer.is_contiguous()
         assert buffer.storage_offset() == 0 and not len(buffer) % align
         end = 0
         for name, dtype, shape, offset in tensors:

@@ -163,7 +163,8 @@ def verl(chunks: list[Any], like: str, engine: Engine) -> None:
     example("verl")
     trainer = MegatronEngine()
     trainer.__dict__.update(module=chunks, model_config=Some(local_path=like, lora={}))
-    buffer = torch.zeros(2 * BUCKET, dtype=torch.uint8)
+    device = next(chunks[0].parameters()).device
+    buffer = torch.zeros(2 * BUCKET, dtype=torch.uint8, device=device)
     for update in range(2):
         offload()
         weights, peft_config = trainer.get_per_tensor_param(layered_summon=False)
@@ -277,9 +278,7 @@ def skyrl(chunks: list[Any], like: str, engine: Engine) -> None:
     for chunk in extractor.extract_weights(torch.bfloat16):
         assert set(chunk.dtypes) == {"torch.bfloat16"} == {str(t.dtype) for t in chunk.tensors}
         sizes = [tensor.numel() for tensor in chunk.tensors]
-        packed = torch.empty(sum(sizes), dtype=torch.bfloat16)
-        for place, tensor in zip(packed.split(sizes), chunk.tensors, strict=True):
-            place.copy_(tensor.detach().reshape(-1))
+        packed = torch.cat([tensor.reshape(-1) for tensor in chunk.tensors])
         message = {"names": chunk.names, "shapes": chunk.shapes, "sizes": sizes}
         engine.ask(kind="skyrl", handle=handle_of(packed), **message)
         listed += zip(chunk.names, ["bfloat16"] * len(sizes), chunk.shapes, strict=True)
@@ -326,8 +325,9 @@ def faults(chunks: list[Any], like: str) -> dict[str, list[str]]:
     sync.memory._chunks = [*chunks, *chunks]
     errors["chunks"] = [refusal(lambda: list(sync(weights=host)))]
     sync, engine = live.Sync(chunks, like=like, delta="host"), dict[str, torch.Tensor]()
-    engine = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
-    engine["scale"] = torch.zeros(1)
+    device = next(chunks[0].parameters()).device
+    forms = right | {"scale": scale}
+    engine = {name: torch.zeros_like(tensor, device=device) for name, tensor in forms.items()}
     for factor in (1, 3):  # the deltas of copies, whose weights do not change
         doubled = {name: tensor * factor for name, tensor in host.items()}
         asked = sync(weights=doubled, extra={"scale": scale * factor})

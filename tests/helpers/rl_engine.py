@@ -60,7 +60,7 @@ def slime(message: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         out.append(cut)
     for cut in out[1:]:  # what all ranks of the trainer send is the same
         for (name, tensor), (other, wanted) in zip(cut, out[0], strict=True):
-            assert name == other and torch.equal(tensor, wanted), name
+            assert name == other and torch.equal(tensor.cpu(), wanted.cpu()), name
     return out[0]
 
 
@@ -118,7 +118,7 @@ def main() -> None:
             else:
                 for name, tensor in CUTS[message.pop("kind")](message):
                     assert name not in held, f"{name} came twice"
-                    held[name] = tensor.clone()
+                    held[name] = tensor.to("cpu", copy=True)
                 del tensor
         except Exception as caught:
             error = repr(caught)
