@@ -30,6 +30,8 @@ first, and the results behind the arrow:
              -> torch_dist: {key: [global shape, dtype]}, with [] and "object" for an object
              -> torch: {mp_rank directory: [{key: shape, or null for an object}]}, with one dict
                 for each virtual stage
+    shards   args, world, ranks; runs at any size without the processes
+             -> shards: [[[key, dtype, global shape, offset, shape] of each shard] of each rank]
     train    checkpoint and the other entries of a job of mckpt.trainer.train
              -> steps: what train() returns
              frozen: optional patterns of the names of parameters that are not trained
@@ -218,7 +220,7 @@ def tear_down() -> None:
 
 def ranks_of(case: dict[str, Any]) -> int:
     """Returns the number of processes that a case needs: one may play all ranks in turn."""
-    alone = case["kind"] in ("grid", "keys", "buckets")
+    alone = case["kind"] in ("grid", "keys", "buckets", "shards")
     return 1 if alone else case.get("world") or smallest_world(case)
 
 
@@ -438,6 +440,33 @@ def keys_case(case: Case) -> dict[str, Any]:
     return found._asdict()
 
 
+def shards_case(case: Case) -> dict[str, Any]:
+    """Returns the shards that `sharded_state_dict()` names on some ranks of a large world. The
+    weights have no memory.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    args = build.at_sizes({}, **case["args"] | case.sizes())
+    found = []
+    for played in case["ranks"]:
+        dist.init_process_group("fake", rank=played, world_size=case["world"], store=FakeStore())
+        build.initialize(args)
+        with torch.device("meta"):
+            chunks = build.build(args, torch.bfloat16)
+        values = load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA))
+        shards = [v for v in values if isinstance(v, ShardedTensor) and v.data.numel()]
+        shapes = [(1,) * v.prepend_axis_num + v.local_shape for v in shards]
+        found.append(
+            [
+                [v.key, str(v.dtype), v.global_shape, v.global_offset, shape]
+                for v, shape in zip(shards, shapes, strict=True)
+            ]
+        )
+        tear_down()
+    return {"shards": found}
+
+
 class Names(NamedTuple):
     """The result of a `keys` case: the names and shapes under which the ranks store a model."""
 
@@ -585,6 +614,7 @@ KINDS = {
     "keys": keys_case,
     "live": live_case,
     "grid": grid_case,
+    "shards": shards_case,
     "t5": t5_case,
 }
 
