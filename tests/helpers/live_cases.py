@@ -71,7 +71,7 @@ from safetensors.torch import load_file
 import mckpt
 from mckpt import live
 from mckpt.errors import MckptError, SourceError
-from mckpt.live import loading, memory
+from mckpt.live import flat, loading, memory, syncing
 from mckpt.trainer import cpu, load, save, train
 from mckpt.values.sizes import parse_size
 from tests.helpers.box_engine import all_of
@@ -811,7 +811,7 @@ def export_problems(
     if isinstance(to, int) and to != rank:
         mine = set()
     options = dict(options)
-    flat = options.pop("flat", 0)
+    align = options.pop("flat", 0)
     once = options.pop("once", False) or "quantize" in options or options.get("dtype") == "fp16"
     sync = live.Sync(chunks, like=like, **{**options, "to": TO.get(to, to)})
     most = parse_size(options.get("bucket_bytes", "1GiB"))
@@ -820,7 +820,7 @@ def export_problems(
             weight.mul_(2)
         whole = {name: torch.zeros_like(wanted[name]) for name in mine}
         rows = Counter[str]()
-        for found in flattened(sync, flat) if flat else sync():
+        for found in flattened(sync, align) if align else sync():
             name, tensor = found[:2]
             first = found.first if options.get("slices") else 0
             if name not in mine or tensor.nbytes > most:
@@ -852,7 +852,18 @@ def flattened(sync: live.Sync, align: int) -> Iterator[tuple[str, torch.Tensor]]
     """Yields the tensors of flat buckets, which are all cut at the end: a later bucket must not
     write into an earlier one. Each must lie in one memory, as its metadata says.
     """
-    buckets = list(sync.buckets(align))
+
+    def made(named: list[tuple[str, torch.Tensor]], *args: Any) -> live.FlatBucket:
+        bucket = flat.flat_bucket(named, *args)
+        copied = bucket.buffer.data_ptr() != named[0][1].data_ptr()
+        assert copied == (sync.scheme is not None), "only what is quantised is copied"
+        return bucket
+
+    syncing.flat_bucket = made
+    try:
+        buckets = list(sync.buckets(align))
+    finally:
+        syncing.flat_bucket = flat.flat_bucket
     for buffer, tensors, ready in buckets:
         assert (ready is None) == (buffer.device.type == "cpu")
         assert buffer.dtype is torch.uint8 and buffer.is_contiguous()
