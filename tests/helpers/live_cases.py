@@ -469,6 +469,14 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
                 given = on_the_host(sync())
                 wrong[f"{choice} {call}"] = unlike(given, read(saved / choice))
             assert list(given) == sync.names
+            names = [p for c in chunks for p in (*c.named_parameters(), *c.named_buffers())]
+            host = {f"{n} {name}": weight.clone() for n, (name, weight) in enumerate(names)}
+            named = [(f"{n} {name}", weight) for n, (name, weight) in enumerate(names)]
+            load.mark(chunks)
+            given = on_the_host(sync(weights=host, named=named))
+            wrong[f"{choice} copies"] = unlike(given, read(saved / choice))
+            for name, weight in load.weights(chunks):
+                weight.copy_(before[name])
         options: dict[str, Any] = {"background": choice == "merged", "adapter": choice}
         saving = live.save_hf(chunks, saved / f"live-{choice}", like=like, **options)
         for _, weight in load.weights(chunks) if choice == "merged" else ():
