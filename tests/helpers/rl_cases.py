@@ -322,6 +322,7 @@ def faults(chunks: list[Any], like: str) -> dict[str, list[str]]:
         given = dict(sync(weights=host, extra={"scale": scale}))
         assert torch.equal(given.pop("scale"), scale) and sync.version == version + 1
         assert unlike(given, right) == [], name
+    assert sync.memory is not None
     sync.memory._chunks = [*chunks, *chunks]
     errors["chunks"] = [refusal(lambda: list(sync(weights=host)))]
     sync, engine = live.Sync(chunks, like=like, delta="host"), dict[str, torch.Tensor]()
