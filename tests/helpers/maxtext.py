@@ -53,6 +53,8 @@ ATTENTION = {
 
 def tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool = True) -> Arrays:
     """Returns the arrays of MaxText by their path."""
+    if config["architectures"][0] == "Gemma2ForCausalLM":
+        return gemma2_tree(config, hf, scan)
     layers, first = config["num_hidden_layers"], config.get("first_k_dense_replace")
     out = {
         "token_embedder.embedding": hf["model.embed_tokens.weight"],
@@ -122,6 +124,53 @@ def layer(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], number: int) 
         if (found := hf.get(f"{at}{module}.gate.e_score_correction_bias")) is not None:
             out[f"{prefix}.gate.bias"] = found
     return out
+
+
+NORMS = {
+    "pre_self_attention_norm": "input_layernorm",
+    "post_self_attention_norm": "post_attention_layernorm",
+    "pre_ffw_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def gemma2_tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool) -> Arrays:
+    """Returns the arrays of Gemma 2, of which one layer has two of the model."""
+
+    def times(array: np.ndarray, factor: float) -> np.ndarray:
+        return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+
+    def norm(name: str) -> np.ndarray:
+        array = hf[f"{name}.weight"]
+        return (array.astype(np.float32) + np.float32(1)).astype(array.dtype)
+
+    out = {
+        "token_embedder.embedding": times(
+            hf["model.embed_tokens.weight"], config["hidden_size"] ** 0.5
+        ),
+        "decoder.decoder_norm.scale": norm("model.norm"),
+    }
+    pairs: list[Arrays] = []
+    for number in range(config["num_hidden_layers"]):
+        kind, at = ("local", "global")[number % 2], f"model.layers.{number}"
+        own = {f"{ours}_{kind}.scale": norm(f"{at}.{name}") for ours, name in NORMS.items()}
+        for ours, name in (("query", "q"), ("key", "k"), ("value", "v")):
+            array = hf[f"{at}.self_attn.{name}_proj.weight"].T
+            array = array.reshape(array.shape[0], -1, config["head_dim"])
+            factor = config["head_dim"] ** -0.5 if name == "q" else 1
+            own[f"self_attention_{kind}.{ours}.kernel"] = times(array, factor)
+        array = hf[f"{at}.self_attn.o_proj.weight"].T
+        array = array.reshape(-1, config["head_dim"], array.shape[-1])
+        own[f"self_attention_{kind}.out.kernel"] = array
+        for ours, name in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down")):
+            own[f"mlp_{kind}.{ours}.kernel"] = hf[f"{at}.mlp.{name}_proj.weight"].T
+        pairs = [*pairs, own] if kind == "local" else [*pairs[:-1], pairs[-1] | own]
+    for key in pairs[0]:
+        if scan:
+            out[f"decoder.layers.{key}"] = np.stack([pair[key] for pair in pairs], axis=1)
+        else:
+            out |= {f"decoder.layers_{n}.{key}": pair[key] for n, pair in enumerate(pairs)}
+    return {PREFIX + key: np.ascontiguousarray(array) for key, array in out.items()}
 
 
 def turns_neighbours(config: Mapping[str, Any]) -> bool:
