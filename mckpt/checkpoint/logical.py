@@ -409,9 +409,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
             for (key, noun), (count, largest) in extra.items()
         ]
 
-    def _bytes(self, file: int, at: int, nbytes: int) -> np.ndarray:
-        """Returns bytes of a file in new memory."""
-        return self._pread(file, at, np.empty(nbytes, "u1"))
+    def _bytes(self, file: int, at: int, nbytes: int, own: memoryview | None = None) -> np.ndarray:
+        """Returns bytes of a file, in the caller's memory or in new memory."""
+        out = np.empty(nbytes, "u1") if own is None else np.asarray(own)
+        return self._pread(file, at, out)
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
         """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""

@@ -163,12 +163,15 @@ class _SlabCopy:
     def _read(self, file: int, view: memoryview, at: int) -> None:
         read_at(self.src[file], view, at, self.mover.sources.paths[file])
 
-    def _bytes(self, file: int, at: int, nbytes: int) -> memoryview:
-        """Returns bytes of a source, in memory that the next call uses again."""
-        if len(self.raw) < nbytes:
+    def _bytes(self, file: int, at: int, nbytes: int, own: memoryview | None = None) -> memoryview:
+        """Returns bytes of a source, in the caller's memory or in some that the next call uses
+        again.
+        """
+        if own is None and len(self.raw) < nbytes:
             self.raw = memoryview(bytearray(nbytes))
-        self._read(file, self.raw[:nbytes], at)
-        return self.raw[:nbytes]
+        view = self.raw[:nbytes] if own is None else own
+        self._read(file, view, at)
+        return view
 
     def _write(self, file: int, view: memoryview, at: int) -> None:
         self.mover.write(self.dst[file], view, at, self.mover.targets.paths[file])

@@ -11,8 +11,9 @@ other copies are **staged**. Staged copies that share rows of a source or of a t
 Copies into a weight that is **quantised** form one cluster for each weight, whose rows are those of
 the weight; its last records describe the scales (`_quantised`).
 
-A **slab** is some rows of one cluster. A **unit** is about 256 MiB of slabs. Both depend on the
-copies alone, so that a run can go on with other threads and another memory budget.
+A **slab** is some rows of one cluster. A **unit** is about 256 MiB of slabs, and 64 MiB of a merge.
+Both depend on the copies alone, so that a run can go on with other threads and another memory
+budget.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import numpy as np
 from mckpt.execute.clusters import SAME, SECTOR
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.values.dtypes import itemsize
-from mckpt.values.element import Cast
+from mckpt.values.element import MIX, SUM, Cast
 from mckpt.values.quantisation import ALONE, ENCODINGS, SCALES, WRITTEN, Grid
 
 # bytes between two entries of the journal, which each thread may have to do again after a kill;
 # smaller units sync files more often
 UNIT = 256 << 20
+UNIT_OF_MERGE = 64 << 20  # of the bytes that are written; a merge reads several times as many
 SLAB = 16 << 20  # bytes that a thread takes at a time: 5 ms of work, and 0.1 ms to hand it out
 # bytes; shorter runs of flat copies are staged, so that one system call moves several of them
 SHORT_RUN = 64 << 10
@@ -66,17 +68,19 @@ class Work(NamedTuple):
     def of(cls, joined: Joined) -> Work:
         """Cuts the copies, which may come in any order."""
         copies, casts = joined.copies, joined.casts
+        unit = UNIT_OF_MERGE if any(c.term in (SUM, MIX) for c in casts) else UNIT
         codes = np.array([c.target in WRITTEN for c in casts], bool)
         quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
         if not quantises.any():
             w, starts = _clustered(_normal(copies, casts))
-            return cls(w, np.append(starts, np.int32(len(w))), _numbered(_slabs(w, starts)))
+            return cls(w, np.append(starts, np.int32(len(w))), _numbered(_slabs(w, starts), unit))
         w, starts = _clustered(_normal(copies[~quantises], casts))
         slabs = _slabs(w, starts)
         banded, bands, more = _quantised(copies[quantises], casts, joined.grids)
         more["cluster"] += len(starts)
         bounds = np.concatenate([starts, bands + len(w), [len(w) + len(banded)]]).astype("i4")
-        return cls(np.concatenate([w, banded]), bounds, _numbered(np.concatenate([slabs, more])))
+        slabs = _numbered(np.concatenate([slabs, more]), unit)
+        return cls(np.concatenate([w, banded]), bounds, slabs)
 
     def is_flat(self) -> bool:
         """Whether all copies move as ranges of bytes, none through staging."""
@@ -296,11 +300,11 @@ def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return out
 
 
-def _numbered(slabs: np.ndarray) -> np.ndarray:
-    """Sets the unit of each slab, and returns the slabs."""
+def _numbered(slabs: np.ndarray, nbytes: int) -> np.ndarray:
+    """Sets the unit of each slab, of about nbytes, and returns the slabs."""
     unit = np.cumsum(slabs["bytes"])
     unit -= slabs["bytes"]
-    unit //= UNIT
+    unit //= nbytes
     slabs["unit"] = unit
     return slabs
 

@@ -39,7 +39,8 @@ KEPT = 4 << 20  # lengths that are kept, of 4 bytes
 NO_AXIS, ROW_WISE, COLUMN_WISE = range(3)
 FACTORS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that a factor can have
 
-Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> those bytes, until the next call
+# (file, offset, nbytes) -> those bytes, until the next call; a fourth argument is memory for them
+Read = Callable[..., Any]
 
 
 class Factor(NamedTuple):
@@ -56,10 +57,18 @@ class Factor(NamedTuple):
         return self._replace(down=self.along, along=self.down)
 
     def block(
-        self, row: int, rows: int, column: int, columns: int, read: Read, kind: str | None = "f4"
+        self,
+        row: int,
+        rows: int,
+        column: int,
+        columns: int,
+        read: Read,
+        kind: str | None = "f4",
+        own: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns [rows, columns] of the matrix from (row, column) on, in the dtype `kind`.
-        None: as stored, in memory that may last until the next call of `read`.
+        None: as stored, in memory that may last until the next call of `read`. They are read into
+        `own`, of the same shape and dtype, where they are one range of bytes.
         """
         dtype, wide = numpy_dtype(FACTORS[self.dtype]), itemsize(FACTORS[self.dtype])
         if self.down < self.along:
@@ -68,6 +77,11 @@ class Factor(NamedTuple):
         near = self.down < 2 * span  # then the bytes between the rows are few
         step = rows if near else 1
         strides = self.down * wide, self.along * wide
+        one = self.along == 1 and (rows == 1 or self.down == columns)
+        if one and own is not None and own.flags.c_contiguous:
+            first = self.at + (row * self.down + column) * wide
+            read(self.file, first, own.nbytes, own.reshape(-1).view("u1").data)
+            return own
         out = np.empty((0 if kind is None and near else rows, columns), kind or dtype)
         for i in range(0, rows, step):
             first = self.at + ((row + i) * self.down + column * self.along) * wide

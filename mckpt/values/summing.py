@@ -125,15 +125,18 @@ def average(
     others = (FACTORS[term.part.dtype] for term in of.terms if term.part.file != BASE)
     narrow = {base.dtype.name, *others} == {"bfloat16"} and not any(t.shift for t in of.terms)
     kind = "bfloat16" if narrow else "float32"
+    rounded = narrow and not offset and out.dtype == base.dtype
     for top in range(0, m, height):
         for left in range(0, n, width):
             part = slice(top, min(m, top + height)), slice(left, min(n, left + width))
             own = base[part]
-            values = _scratch.of("values", (inputs, *own.shape), kind)
+            values = [*_scratch.of("values", (inputs, *own.shape), kind)]
             for term in of.terms:
                 here = values[term.input]
                 if term.part.file == BASE:
                     found = own
+                    if rounded and own.flags.c_contiguous:
+                        values[term.input] = here = own
                 else:
                     rows = within(row + top * down, down, own.shape[0], term.row, term.rows)
                     columns = within(
@@ -147,11 +150,14 @@ def average(
                         *(columns.first - term.column, columns.extent),
                         read,
                         None,
+                        here if narrow and down == along == 1 else None,
                     )[::down, ::along]
-                np.copyto(here, found, casting="unsafe")
+                if not np.may_share_memory(here, found):
+                    np.copyto(here, found, casting="unsafe")
                 if term.shift:
                     here += np.float32(term.shift)
-            total = total_of(values.reshape(inputs, -1), coefficients).reshape(own.shape)
+            flat = [one.reshape(-1) for one in values]
+            total = total_of(flat, coefficients, rounded).reshape(own.shape)
             if offset:
                 total += np.float32(offset)
             np.copyto(out[part], total, casting="unsafe")
@@ -160,15 +166,71 @@ def average(
 _scratch = Scratch()
 
 
-def total_of(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
-    """Returns the sums of values [inputs, n], in bfloat16 or float32. They are float32, in memory
-    that the next call uses again.
+def total_of(
+    values: Sequence[np.ndarray], coefficients: Sequence[float], rounded: bool = False
+) -> np.ndarray:
+    """Returns the sums of values of each input, [n] in bfloat16 or float32. They are float32, in
+    memory that the next call uses again.
+
+    rounded: the sums of bfloat16 values need only be right when they are rounded to bfloat16.
     """
-    n = values.shape[1]
+    n = len(values[0])
     total = _scratch.of("total", (n,), "float32")
+    if rounded:
+        if (at := _sum_quickly(values, coefficients, total)).size:
+            some = np.stack([np.take(one.view("u2"), at) for one in values]).view(values[0].dtype)
+            found = np.empty(at.size, "f4")
+            _sum(some, coefficients, found)
+            total[at] = found
+        return total
     for start in range(0, n, CHUNK):
-        _sum(values[:, start : start + CHUNK], coefficients, total[start : start + CHUNK])
+        part = slice(start, start + CHUNK)
+        _sum(np.stack([one[part] for one in values]), coefficients, total[part])
     return total
+
+
+def _sum_quickly(
+    values: Sequence[np.ndarray], coefficients: Sequence[float], total: np.ndarray
+) -> np.ndarray:
+    """Fills the total with sums of bfloat16 values in float32, with a rounding of each product and
+    one of each sum. Returns the numbers of those elements that a sum of fused multiply-adds might
+    round to another bfloat16.
+
+    No rounding is off by more than 2**-24 of the largest possible result. So both sums are at most
+    `bound` such parts apart, and round to one bfloat16 if that in the middle of two, with the last
+    bits 0x8000, is not as near; a zero is always near. Below a power of two the middle is half as
+    far as above it.
+    """
+    inputs = len(values)
+    product, off = _scratch.of("quick", (2, len(total)), "float32")
+    for number, coefficient in enumerate(coefficients):
+        into = product if number else total
+        np.copyto(into, values[number])
+        into *= np.float32(coefficient)
+        if number:
+            total += product
+    # the largest as signed numbers is positive, and as others negative, if there is any
+    bits = [max(one.view("i2").max(), one.view("u2").max() & 0x7FFF) for one in values]
+    largest = np.array(bits, "u2").view(values[0].dtype).astype("f8")
+    partial = np.cumsum(np.abs(coefficients) * largest)
+    # products, sums but for that with zero, and fused sums; the least float32 is 2**-149
+    bound = partial[-1] + partial[1:].sum() + partial.sum() + inputs * 2.0**-124
+    steps = off.view("i4")
+    np.bitwise_and(total.view("i4"), 0xFFFF, out=steps)
+    steps -= 0x8000
+    np.abs(steps, out=steps)
+    np.minimum(steps, 0x4000, out=steps)
+    np.copyto(off, steps)  # a step is more than 2**-24 of the total
+    off *= total
+    np.abs(off, out=off)
+    return np.flatnonzero(~(off > np.float32(1.001 * bound)))
+
+
+def _sizes(values: np.ndarray) -> np.ndarray:
+    """Returns bfloat16 values without their signs, as uint16, which have the same order."""
+    return np.bitwise_and(
+        values.view("u2"), 0x7FFF, out=_scratch.of("sizes", values.shape, "uint16")
+    )
 
 
 def _sum(values: np.ndarray, coefficients: Sequence[float], total: np.ndarray) -> None:
@@ -180,13 +242,6 @@ def _sum(values: np.ndarray, coefficients: Sequence[float], total: np.ndarray) -
         _add_each(total, values, coefficients)
         return
     product, wide = _scratch.of("wide", (2, n), "float64")
-    if all(abs(c) <= 1 and (c * 2**16).is_integer() for c in coefficients):
-        product = product.view("f4")[:n]  # has all 8 + 16 bits
-        for row, coefficient in zip(values, coefficients, strict=True):
-            np.copyto(product, row)
-            product *= np.float32(coefficient)
-            np.add(product, total, out=total)
-        return
     for number, coefficient in enumerate(coefficients):
         np.copyto(product, values[number])  # has all 8 + 24 bits
         product *= coefficient
@@ -213,9 +268,7 @@ def inexact(values: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
     If all products are multiples of a power of two, so are all totals, because they are rounded to
     fewer bits. Float64 has each such number up to 2**53 times that power.
     """
-    sizes = np.bitwise_and(
-        values.view("u2"), 0x7FFF, out=_scratch.of("sizes", values.shape, "uint16")
-    )
+    sizes = _sizes(values)
     largest = (sizes.max(axis=1).astype("u4") << 16).view("f4").astype("f8")
     bound = 1.001 * float((np.abs(coefficients) * largest).sum())  # of all sums and products
     most = 0  # for the bits of a value; zero is exact

@@ -68,7 +68,9 @@ def test_a_fused_multiply_add_has_one_rounding() -> None:
     [(0.1, 0.2, 0.3, 0.4), (1.0, 10475530 / 2**24), (1.0, -2.5, 1e-9), (0.5, 0.25), (0.3,)],
 )
 def test_sums_of_bfloat16_have_the_bits_of_fused_multiply_adds(weights: tuple[float, ...]) -> None:
-    """Most are computed together in float64; those that it would round twice are not."""
+    """Most are computed together in float64; those that it would round twice are not. Where only
+    the rounded sums count, most are computed in float32.
+    """
     drawn = np.random.default_rng(0)
     coefficients, size = [float(np.float32(w)) for w in weights], (len(weights), 20_000)
     normal = (drawn.standard_t(2, size) * 0.02).astype("f4").view("u4") >> 16
@@ -80,14 +82,24 @@ def test_sums_of_bfloat16_have_the_bits_of_fused_multiply_adds(weights: tuple[fl
     far |= drawn.choice([0, 1 << 15], size)
     anything = drawn.integers(0, 1 << 16, size)
     zeros = np.where(drawn.random(size) < 0.3, drawn.choice([0, 1 << 15], size), normal)
-    for bits in (normal, alone, far, anything, zeros, far % 128):
+    steps = drawn.integers(-400, 400, size).astype("f4").view("u4") >> 16
+    near = np.where(np.arange(len(weights))[:, None] == 1, normal ^ (1 << 15), normal)
+    for bits in (normal, alone, far, anything, zeros, far % 128, steps, near):
         values = bits.astype("u2").view(numpy_dtype("bfloat16"))
         total = np.full((1, size[1]), 0.0 if len(weights) > 1 else -0.0, "f4")
         with np.errstate(all="ignore"):
             for number, coefficient in enumerate(coefficients):
                 row = values[number, None].astype("f4")
                 add(total, row, coefficient, first=number == 0)
-            found = total_of(values, coefficients)
+            found = total_of(values, coefficients).copy()
+            wanted, quick = (
+                sums.astype(values.dtype)
+                for sums in (total[0], total_of(values, coefficients, rounded=True))
+            )
+        assert np.array_equal(quick.astype("f4"), wanted.astype("f4"), equal_nan=True)
+        assert np.array_equal(
+            np.signbit(quick)[~np.isnan(quick)], np.signbit(wanted)[~np.isnan(wanted)]
+        )
         assert np.array_equal(found, total[0], equal_nan=True)
         number = ~np.isnan(found)
         assert np.array_equal(found.view("u4")[number], total[0].view("u4")[number])
