@@ -222,9 +222,10 @@ def report(links: Links, world: int, seconds: dict[str, np.ndarray]) -> None:
     print(f"{spent}: in all {clock:.2f} s, and {processor:.2f} s of one core")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = [len(pickle.dumps(links.of(rank))) for rank in (0, world)]
+    listed = sum(array.nbytes for array in (*links.held[2:], *transfers.columns))
     print(
-        f"memory of this process {peak / 1e6:,.0f} MB; part of the plan of a sender"
-        f" {parts[0] / 1e6:.2f} MB, of a receiver {parts[1] / 1e6:.2f} MB"
+        f"memory of this process {peak / 1e6:,.0f} MB; plan of a sender {parts[0] / 1e6:.2f} MB,"
+        f" list of all transfers {listed / 1e6:.0f} MB, plan of a receiver {parts[1] / 1e6:.2f} MB"
     )
     wire = of_ranks.max() / LINK
     python = np.bincount(links.held.rank).max() * TENSOR

@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -272,14 +272,22 @@ def _held(rows: list[Row], boxes: Mapping[int, Boxes], first: int) -> Held:
     UsageError for a box that does not exist.
     """
     number = {row.key: n for n, row in enumerate(rows)}
-    kinds, numbers, counts = dict[Bounds, int](), list[int](), list[int]()
+    kinds, known = (
+        dict[Bounds, int](),
+        dict[int, tuple[int, ...]](),
+    )  # of lists, which tensors share
+    tensor, found_kinds, counts = list[int](), list[tuple[int, ...]](), list[int]()
     for _, held in sorted(boxes.items()):
-        before = len(numbers)
-        for name, listed in held.items():
-            for box in listed:
-                numbers += number.get(name, -1), kinds.setdefault(box, len(kinds))
-        counts.append((len(numbers) - before) // 2)
-    row, kind = np.array(numbers, "i8").reshape(-1, 2).T
+        before = len(found_kinds)
+        for listed in held.values():
+            if (of := known.get(id(listed))) is None:
+                of = tuple(kinds.setdefault(box, len(kinds)) for box in listed)
+                known[id(listed)] = of
+            found_kinds.append(of)
+        tensor += [number.get(name, -1) for name in held]
+        counts.append(sum(map(len, found_kinds[before:])))
+    row = np.repeat(np.array(tensor, "i8"), np.fromiter(map(len, found_kinds), "i8"))
+    kind = np.fromiter(chain.from_iterable(found_kinds), "i8")
     _refuse_unknown({row.key: row.shape for row in rows}, boxes)
     found = [Box(tuple(a for a, _ in one), tuple(b - a for a, b in one)) for one in kinds]
     items = np.array([itemsize(row.dtype) for row in rows], "i8")
@@ -389,8 +397,10 @@ def senders(
             chosen[n] = to
             continue
         one = listed[0]
-        if len(listed) > 1:
-            one = min([(sent[rank], link[rank, to], rank) for rank in listed])[2]
+        for rank in listed:  # a million times for a large model, so without tuples where it can
+            more = sent[rank] - sent[one]
+            if more < 0 or (more == 0 and (link[rank, to], rank) < (link[one, to], one)):
+                one = rank
         chosen[n] = one
         sent[one] += size
         link[one, to] += size

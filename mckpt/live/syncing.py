@@ -175,6 +175,7 @@ class Sync:
         self._group = group
         met = Meeting(group, to, trains=True)
         met.make(make)
+        del self._of_rank  # the plan of all ranks, which is needed no more
 
     @classmethod
     def of_factors(cls, memory: Memory, adapter: AdapterCheckpoint, to: To = None) -> Sync:
