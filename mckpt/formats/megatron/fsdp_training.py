@@ -38,10 +38,8 @@ from mckpt.formats.megatron.save_directory import verl_step
 from mckpt.formats.megatron.torch_adam import NOTE, common_state
 from mckpt.geometry.box import ZEROS, Layout, Stored
 
-STEP, CURE = (
-    "step",
-    "copy the checkpoint again, or give --no-optimizer to convert the weights alone",
-)
+STEP = "step"
+CURE = "copy the checkpoint again, or give --no-optimizer to convert the weights alone"
 
 
 def detect(path: Path) -> bool:
