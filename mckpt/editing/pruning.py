@@ -1,4 +1,4 @@
-"""The edit that leaves out experts, units of the mlp, heads or parts of the residual stream.
+"""The edit that leaves out experts, units of mlps, heads or parts of the residual stream.
 
 Which ones stay is decided elsewhere, by a calibration, and given as lists of indices.
 """
@@ -19,7 +19,7 @@ from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims, plain
 from mckpt.mapping.schema import CARRIED, schema
 
-EXPERTS, FFN, HEADS, HIDDEN = "experts", "ffn", "heads", "hidden"
+EXPERTS, FFN, EXPERT_FFN, HEADS, HIDDEN = "experts", "ffn", "expert_ffn", "heads", "hidden"
 
 
 class Axis(NamedTuple):
@@ -34,6 +34,7 @@ class Axis(NamedTuple):
 AXES = {
     EXPERTS: Axis("experts", "num_experts", ("num_experts",), "moe"),
     FFN: Axis("units of each dense mlp", "ffn_size", ("ffn_size", "ffn_sizes"), "mlp"),
+    EXPERT_FFN: Axis("units of each expert", "expert_ffn_size", ("expert_ffn_size",), "moe"),
     HEADS: Axis(
         "heads of keys and values",
         "num_query_groups",
@@ -47,8 +48,8 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Prune(Edit):
-    """Keeps some experts, units of each dense mlp, heads of keys and values with their queries, or
-    elements of the residual stream, in the given order.
+    """Keeps some experts, units of each dense mlp or of each expert, heads of keys and values with
+    their queries, or elements of the residual stream, in the given order.
 
     sizes: how many are kept of each. digest: of the indices. kept: what -> layer -> indices.
     """
@@ -93,7 +94,12 @@ class Prune(Edit):
         for what, size in self.sizes:
             refuse_apart(f"prune: {what}", dims)
             old = dims[AXES[what].counted]
-            for name in AXES[what].dims:
+            names = AXES[what].dims
+            if what == EXPERT_FFN and not any("mlp" in one.split() for one in dims["layer_parts"]):
+                # such families state the width of experts as that of the mlps that they lack
+                same = (name for name in AXES[FFN].dims if {old} == {*_listed(dims[name])})
+                names = (*names, *same)
+            for name in names:
                 values = dims[name]
                 if isinstance(values, list | tuple):
                     out[name] = [value * size // old for value in values]
@@ -182,6 +188,10 @@ class Prune(Edit):
                     stored += [replace(part, pieces=tuple(pieces), view=True)] if pieces else []
         ignored = {**layout.ignored, **dropped}
         return replace(layout, stored=stored, shapes=shapes, dropped=dropped, ignored=ignored)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _twice(value: Any) -> Any:

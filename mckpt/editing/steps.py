@@ -5,7 +5,7 @@
 - kv_heads: {times: 2}           or {mean: 2}
 - vocab: {size: 151936, init: mean}
 - mtp: {add: 1}                  or {drop: true}
-- prune: {experts: [0, 2-5]}      experts, ffn, heads or hidden, each a list or {layer: list}
+- prune: {experts: [0, 2-5]}      experts, ffn, expert_ffn, heads or hidden: a list or {layer: list}
 - graft: {from: BASE, take: mtp}   mtp, tower, head, embedding, layers.RANGES or a pattern
 - upcycle: {experts: 8, topk: 2}
 - hybrid: {pattern: M*-M*-}       M is a new Mamba-2

@@ -55,6 +55,21 @@ def without_units(own: Tensors, kept: Kept) -> Tensors:
     return out
 
 
+def without_units_of_experts(own: Tensors, kept: Kept) -> Tensors:
+    out = dict(own)
+    for name, tensor in own.items():
+        units = kept.get(layer_of(name), [])
+        if re.search(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", name):
+            out[name] = tensor[units]
+        elif re.search(r"\.experts\.\d+\.(down_proj|w2)\.weight$", name):
+            out[name] = tensor[:, units]
+        elif re.search(r"\.experts\.gate_up_proj(_bias)?$", name):  # of gpt_oss, in turns
+            out[name] = tensor[..., [2 * unit + half for unit in units for half in (0, 1)]]
+        elif name.endswith(".experts.down_proj"):
+            out[name] = tensor[:, units]
+    return out
+
+
 def without_heads(own: Tensors, kept: Kept, groups: int) -> Tensors:
     """groups: the number of heads of keys and values."""
     out = dict(own)
@@ -161,6 +176,26 @@ def test_experts_are_left_out(case: str, tmp_path: Path) -> None:
     assert mckpt.open(out).dims["num_experts"] == size * groups < count
 
 
+@pytest.mark.parametrize("case", ["qwen3-moe", "mixtral", "gpt_oss"])
+def test_units_of_experts_are_left_out(case: str, tmp_path: Path) -> None:
+    source = made(case, tmp_path)
+    own, dims = load_file(source / "model.safetensors"), mckpt.open(source).dims
+    units = dims["expert_ffn_size"]
+    layers = [n for n, has in enumerate(dims["moe_layers"]) if has]
+    kept = {layer: drawn(units, units // 2, layer) for layer in layers}
+    expected = without_units_of_experts(own, kept)
+    out = pruned(source, tmp_path, {"expert_ffn": kept}, expected, tp=2, pp=2, ep=2, etp=1)
+    assert mckpt.open(out).dims["expert_ffn_size"] == units // 2
+
+
+def test_experts_that_state_the_width_of_others_keep_it(tmp_path: Path) -> None:
+    """The config of DeepSeek-V3 gives the width of shared experts as so many of the others."""
+    out = tmp_path / "out"
+    recipe = written("- prune: {expert_ffn: 0-10}\n", tmp_path)
+    given = ("edit", made("deepseek-v3", tmp_path), out, "--recipe", recipe)
+    refused(4, "shared_ffn_size is 64", args=given, untouched=out)
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen3-tied", "qwen3-moe", "deepseek-v3", "qwen3_next"])
 def test_the_residual_stream_is_narrower(case: str, tmp_path: Path) -> None:
     source = made(case, tmp_path)
@@ -231,6 +266,15 @@ def test_the_optimizers_state_follows_experts(tmp_path: Path) -> None:
     assert {"down.weight", "router.weight"} < seen and any("@" in name for name in seen)
     assert mckpt.check(out).verdict == "sound"
 
+    units = [2, 0, 5, 3]
+    recipe = written(f"- prune: {{expert_ffn: {units}}}\n", tmp_path)
+    mckpt.edit(source, tmp_path / "narrow", recipe, format="torch_dist", tp=1, pp=1)
+    for name, values in states(tmp_path / "narrow").items():
+        found = re.search(r"\.experts\.\d+\.(gate|up|down)\.", name)
+        axis = {"gate": 0, "up": 0, "down": 1}[found[1]] if found else None
+        wanted = before[name] if axis is None else before[name].take(units, axis)
+        assert values.tobytes() == np.ascontiguousarray(wanted).tobytes(), name
+
 
 def test_the_logits_of_experts_that_no_token_chose_are_the_same(tmp_path: Path) -> None:
     import torch
@@ -298,7 +342,7 @@ def test_several_axes_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "given", "words"),
     [
-        ("qwen3", "{}", "wants indices of experts, ffn, heads, hidden"),
+        ("qwen3", "{}", "wants indices of experts, ffn, expert_ffn, heads, hidden"),
         ("qwen3", "{depth: [1]}", "wants indices of"),
         ("qwen3", "missing.json", "No such file"),
         ("qwen3", "3", "wants its parameters"),
