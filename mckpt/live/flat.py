@@ -71,10 +71,16 @@ def offsets(sizes: Iterable[tuple[int, int]], align: int) -> tuple[list[int], in
 
 
 def flat_bucket(
-    named: Sequence[tuple[str, torch.Tensor]], align: int, device: torch.device
+    named: Sequence[tuple[str, torch.Tensor]],
+    align: int,
+    device: torch.device,
+    *,
+    copies: bool = False,
 ) -> FlatBucket:
     """Returns the bucket of some tensors. They are copied, unless they lie in one piece of memory
     as the bucket has them.
+
+    copies: always copy, because the tensors belong to the caller or lie on another device.
     """
     import torch
 
@@ -84,7 +90,8 @@ def flat_bucket(
         for (name, tensor), start in zip(named, starts, strict=True)
     ]
     storage = named[0][1].untyped_storage()
-    lies = storage.nbytes() >= nbytes and all(
+    lies = not copies and storage.nbytes() >= nbytes
+    lies = lies and all(
         tensor.data_ptr() == storage.data_ptr() + start and tensor.is_contiguous()
         for (_, tensor), start in zip(named, starts, strict=True)
     )

@@ -407,7 +407,7 @@ class Sync:
 
     def _extra(self, extra: Mapping[str, torch.Tensor], flat: int) -> Iterator[Any]:
         if flat:
-            yield flat_bucket(list(extra.items()), flat, self._device)
+            yield flat_bucket(list(extra.items()), flat, self._device, copies=True)
         else:
             for name, tensor in extra.items():
                 yield Slice(name, tensor, 0, tuple(tensor.shape)) if self.slices else (name, tensor)

@@ -66,3 +66,14 @@ def test_other_tensors_are_copied(align: int) -> None:
         tensor = tensor.t() if name == "a" else tensor
         right = tensor.contiguous().view(torch.uint8)
         assert name == wanted and torch.equal(part.view(torch.uint8), right)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_of_the_caller_are_copied_to_the_device(device: str) -> None:
+    torch = pytest.importorskip("torch")
+    given = torch.arange(64.0)  # it lies as a bucket at multiples of 256 bytes has it
+    bucket = flat.flat_bucket([("k_scale", given)], 256, torch.device(device), copies=True)
+    assert (bucket.buffer.device.type, bucket.buffer.numel()) == (device, 256)
+    if device == "cpu":
+        given.fill_(7)
+        assert torch.equal(bucket.named()[0][1], torch.arange(64.0))
