@@ -272,18 +272,17 @@ def _held(rows: list[Row], boxes: Mapping[int, Boxes], first: int) -> Held:
     UsageError for a box that does not exist.
     """
     number = {row.key: n for n, row in enumerate(rows)}
-    kinds, known = (
-        dict[Bounds, int](),
-        dict[int, tuple[int, ...]](),
-    )  # of lists, which tensors share
+    kinds = dict[Bounds, int]()
+    # of lists, which tensors share; each is kept, so that no other one gets its number
+    known = dict[int, tuple[Any, tuple[int, ...]]]()
     tensor, found_kinds, counts = list[int](), list[tuple[int, ...]](), list[int]()
     for _, held in sorted(boxes.items()):
         before = len(found_kinds)
         for listed in held.values():
-            if (of := known.get(id(listed))) is None:
+            if id(listed) not in known:
                 of = tuple(kinds.setdefault(box, len(kinds)) for box in listed)
-                known[id(listed)] = of
-            found_kinds.append(of)
+                known[id(listed)] = listed, of
+            found_kinds.append(known[id(listed)][1])
         tensor += [number.get(name, -1) for name in held]
         counts.append(sum(map(len, found_kinds[before:])))
     row = np.repeat(np.array(tensor, "i8"), np.fromiter(map(len, found_kinds), "i8"))
@@ -341,6 +340,7 @@ def _part(
     axes = len(shape) - len(s.shape)  # of the experts that one tensor holds
     region, skip = Box(box.offset[axes:], box.shape[axes:]), np.zeros(len(one), "i8")
     inside = np.ones(len(one), bool)
+    # of the axes of experts, which come first
     for step, size, low, count in zip(row_major(shape[:axes]), shape, *box, strict=False):
         own = skipped[one] // step % size - low
         inside &= (own >= 0) & (own < count)
@@ -363,20 +363,22 @@ def index_of(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _refuse_unknown(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[int, Boxes]) -> None:
     problems = []
-    exists: dict[tuple[int, tuple[int, ...]], bool] = {}  # lists of boxes that tensors share
+    # lists of boxes that tensors share; each is kept, so that no other one gets its number
+    exist: dict[tuple[int, tuple[int, ...]], Any] = {}
     for rank, held in sorted(boxes.items()):
         for name, listed in held.items():
             if (shape := shapes.get(name)) is None:
                 problems.append(f"rank {rank}: the model has no {name}")
                 continue
-            if exists.get((id(listed), shape)):
+            if (id(listed), shape) in exist:
                 continue
             before = len(problems)
             for box in listed:
-                ends = zip(box, shape, strict=False)
+                ends = zip(box, shape, strict=False)  # a box may have other axes: see below
                 if len(box) != len(shape) or not all(0 <= a < b <= n for (a, b), n in ends):
                     problems.append(f"rank {rank}: {name} is {list(shape)}, and a box {list(box)}")
-            exists[id(listed), shape] = len(problems) == before
+            if len(problems) == before:
+                exist[id(listed), shape] = listed
     if problems:
         raise UsageError.of("to: the receivers hold boxes that do not exist:", problems)
 
