@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,8 +228,8 @@ def test_a_sum_that_the_code_of_the_merge_computes_wrong_is_found(
 ) -> None:
     other, real = noisy(SOURCE, tmp_path / "1", 1), summing.total_of
 
-    def wrong(values: np.ndarray, coefficients: list[float]) -> np.ndarray:
-        return np.nextafter(real(values, coefficients), np.float32(np.inf))
+    def wrong(*of: Any) -> np.ndarray:
+        return np.nextafter(real(*of), np.float32(np.inf))
 
     good("merge", SOURCE, other, tmp_path / "right", "--weights", "0.3,0.6", "--dtype", "fp32")
     args = ("--contract", "--with", other)
