@@ -199,7 +199,10 @@ class Sink:
 
 
 class _Side:
-    """Where copies read, or write. All numbers are elements, with an entry for each copy."""
+    """The places at which copies read, or those at which they write.
+
+    Each array has an entry for each copy, and counts elements.
+    """
 
     def __init__(
         self, grids: np.ndarray, skipped: np.ndarray, items: np.ndarray, copies: Any, side: str

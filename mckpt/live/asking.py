@@ -14,7 +14,7 @@ Given = Mapping[str, "torch.Tensor"]
 
 
 class Asked(NamedTuple):
-    """What a call is to give.
+    """The keywords that the caller of a `Sync` gave.
 
     flat: the alignment of the buckets that come in the place of tensors.
     """

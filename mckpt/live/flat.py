@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FlatTensor(NamedTuple):
-    """Where a tensor lies in the buffer of its bucket."""
+    """The name, the form and the place of a tensor in the buffer of its bucket."""
 
     name: str
     dtype: torch.dtype

@@ -15,7 +15,7 @@ from mckpt.live import flat
     [(1, [0, 8, 14], 15), (16, [0, 16, 32], 48), (512, [0, 512, 1024], 1536)],
 )
 def test_tensors_begin_at_multiples(align: int, starts: list[int], end: int) -> None:
-    """Of 5 bytes, 3 elements of 2 bytes behind an element of 8, and 1 byte."""
+    """The first list has one element of 8 bytes, three elements of 2 bytes, and one byte."""
     assert flat.offsets([(8, 8), (6, 2), (1, 1)], align) == (starts, end)
     assert flat.offsets([(5, 1), (8, 8)], 1) == ([0, 8], 16)
     assert flat.offsets([], align) == ([], 0)

@@ -67,12 +67,7 @@ def tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool = T
         names = {n: "dense_layers" if n < first else "moe_layers" for n in range(layers)}
     each = {n: layer(config, hf, n) for n in range(layers)}
     for kind in set(names.values()):
-        own = [each[n] for n in range(layers) if names[n] == kind]
-        for key in own[0]:
-            if scan:
-                out[f"decoder.{kind}.{key}"] = np.stack([one[key] for one in own], axis=1)
-            else:
-                out |= {f"decoder.{kind}_{n}.{key}": one[key] for n, one in enumerate(own)}
+        out |= stacked(kind, [each[n] for n in range(layers) if names[n] == kind], scan)
     return {PREFIX + key: np.ascontiguousarray(array) for key, array in out.items()}
 
 
@@ -165,12 +160,19 @@ def gemma2_tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: b
         for ours, name in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down")):
             own[f"mlp_{kind}.{ours}.kernel"] = hf[f"{at}.mlp.{name}_proj.weight"].T
         pairs = [*pairs, own] if kind == "local" else [*pairs[:-1], pairs[-1] | own]
-    for key in pairs[0]:
-        if scan:
-            out[f"decoder.layers.{key}"] = np.stack([pair[key] for pair in pairs], axis=1)
-        else:
-            out |= {f"decoder.layers_{n}.{key}": pair[key] for n, pair in enumerate(pairs)}
+    out |= stacked("layers", pairs, scan)
     return {PREFIX + key: np.ascontiguousarray(array) for key, array in out.items()}
+
+
+def stacked(kind: str, own: list[dict[str, Any]], scan: bool) -> dict[str, Any]:
+    """Returns the arrays of layers, in one array for each name if they are scanned."""
+    out = {}
+    for key in own[0]:
+        if scan:
+            out[f"decoder.{kind}.{key}"] = np.stack([one[key] for one in own], axis=1)
+        else:
+            out |= {f"decoder.{kind}_{n}.{key}": one[key] for n, one in enumerate(own)}
+    return out
 
 
 def turns_neighbours(config: Mapping[str, Any]) -> bool:

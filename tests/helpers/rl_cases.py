@@ -207,7 +207,7 @@ class MegatronPolicyWorkerImpl:
 
 
 class Socket:
-    """Of a worker, which knows the names and forms that are to come."""
+    """Stands for the socket of a worker, which knows the names and forms that it will receive."""
 
     def __init__(self, engine: Engine, forms: dict[str, Any]) -> None:
         self.engine, self.forms, self.left, self.asked = engine, forms, set(forms), 0

@@ -25,7 +25,9 @@ NEMO_ALIGN = 512
 
 @dataclass
 class FlattenedTensorMetadata:
-    """Of SGLang. The indices count bytes, as in its buckets of several dtypes."""
+    """Stands for the class of SGLang. The indices count bytes, because a bucket can have several
+    dtypes.
+    """
 
     name: str
     shape: torch.Size

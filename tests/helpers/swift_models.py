@@ -117,7 +117,7 @@ def run(cases: list[dict[str, Any]], out: Path) -> int:
 
 @dataclass
 class Wanted:
-    """What transformers computes: logits [batch, seq, vocab] of tokens [batch, seq]."""
+    """The logits [batch, seq, vocab] that transformers computes for tokens [batch, seq]."""
 
     tokens: torch.Tensor
     logits: torch.Tensor

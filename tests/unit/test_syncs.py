@@ -91,7 +91,7 @@ def other_pitch(links: Links, copies: np.ndarray) -> None:
 
 
 def other_box(links: Links, copies: np.ndarray) -> None:
-    """What a box should get goes to its neighbour, which gets it twice."""
+    """A copy goes to the box beside its own, which then gets two copies."""
     copies["dst_at"][gate_and_up(links)[0]] = copies["dst_at"][gate_and_up(links)[1]]
     links.box[gate_and_up(links)[0]] = links.box[gate_and_up(links)[1]]
 
