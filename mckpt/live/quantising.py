@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from typing import TYPE_CHECKING
 
 from mckpt.formats.hf_encodings import Scheme
+from mckpt.live.devices import has_kernels
 from mckpt.values.quantisation import LARGEST
 
 if TYPE_CHECKING:
@@ -36,22 +35,12 @@ def quantised(
     codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(count, down, along, dtype=getattr(torch, scheme.dtypes[0]), device=device)
     bad = torch.zeros(count, dtype=torch.int32, device=device)
-    if _has_kernel(device):
+    if has_kernels(device, (8, 9)):  # which can round to float8 itself
         _in_one_kernel(matrices, codes, scales, bad, (height, width))
     else:
         for values, code, scale, flag in zip(matrices, codes, scales, bad, strict=True):
             _by_bands(values, code, scale, flag, (height, width))
     return codes, scales, bad
-
-
-@functools.cache
-def _has_kernel(device: torch.device) -> bool:
-    """Returns whether the device can round to float8 itself, and Triton is there."""
-    import torch
-
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _in_one_kernel(
