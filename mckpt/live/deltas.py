@@ -13,6 +13,7 @@ each rank adds the part of what it sends, and nobody needs the whole tensor for 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -28,6 +29,8 @@ from mckpt.live.together import call, gathered, lost
 
 if TYPE_CHECKING:
     import torch
+
+    from mckpt.live.syncing import SentBucket
 
 # of the elements of a bucket; where more have changed, it is sent whole. A change takes 6 bytes for
 # an element of 2, so this bounds what is sent to three quarters.
@@ -82,6 +85,7 @@ class Kept:
         sync, every = self.sync, range(len(self.places))
         early = MckptError("a rank has stopped before it had all deltas; iterate to the end")
         at, ahead = -1, None
+        before: Iterator[Delta] = iter(())
         try:
             if of.asked.weights is None:
                 sync.memory.complete()
@@ -94,9 +98,11 @@ class Kept:
             based, self.valid = of.base_version > 0, False
             sync._begin()
             ahead = self._compared(0, based)
-            for at in every:
+            for at in every:  # one bucket is compared and one is on its way, while one is yielded
                 found, ahead = ahead, self._compared(at + 1, based)
-                yield from self._bucket(at, found, based, of)
+                ready, before = before, self._bucket(at, found, based, of)
+                yield from ready
+            yield from before
             at = len(every)
             for name, tensor in (of.asked.extra or {}).items() if sync._receives else ():
                 yield Delta(name, None, tensor, digest(tensor))
@@ -110,8 +116,9 @@ class Kept:
                 for later in every[at + 1 :]:
                     last = later == every[-1]
                     found, ahead = ahead, None if last else self._tell(later + 1, early)
-                    for _ in self._bucket(later, found, based, of):
-                        pass
+                    rest, before = before, self._bucket(later, found, based, of)
+                    deque(rest, 0)
+                deque(before, 0)
                 self._agree(self._tell(len(every), early))
             raise
         finally:
@@ -132,7 +139,7 @@ class Kept:
                 )
 
     def _bucket(self, at: int, found: _Told | None, based: bool, of: Deltas) -> Iterator[Delta]:
-        """Does the work for a bucket, and yields what this rank receives of it."""
+        """Begins to send what changed in a bucket, and returns what this rank receives of it."""
         sync, places, bucket = self.sync, self.places[at], self.sync._plan.listed[at]
         assert found is not None
         tally, groups = self._agree(found), len(places.tensor_of)
@@ -142,25 +149,47 @@ class Kept:
         digests = self.digests[at].tolist()
         if not based or sum(counts.values()) > SHARE * places.size:
             of.nbytes += bucket.nbytes
-            sent = sync._send(bucket, sync._steps[at])
+            return self._whole(at, changes.new, digests)
+        if not counts:
+            return iter(())
+        segments, end = dict[int, tuple[int, int]](), 0
+        for rank, count in counts.items():
+            segments[rank] = end, places.room(count)
+            end += places.room(count)
+        of.nbytes += end
+        sent = self._sent(at, bucket._replace(segments=segments, nbytes=end), counts, changes)
+        if sync.rank in counts:
             self._keep(at, changes.new)
-            listed = zip(bucket.tensors, sync._received(sent)[0], strict=False)
-            # strict=False: a rank that does not receive the bucket has no tensors
-            for number, (tensor, whole) in enumerate(listed):
-                yield Delta(tensor.name, None, whole, digests[number])
-        elif counts:
-            segments, end = dict[int, tuple[int, int]](), 0
-            for rank, count in counts.items():
-                segments[rank] = end, places.room(count)
-                end += places.room(count)
-            of.nbytes += end
-            packed = bucket._replace(segments=segments, nbytes=end)
-            parts = self._exchange(at, packed, counts, changes)
-            if sync.rank in counts:
-                self._keep(at, changes.new)
-            del found, changes
-            if parts:
-                yield from _split(bucket, places, parts, tally[:groups].tolist(), digests)
+        return self._some(places, sent, counts, tally[:groups].tolist(), digests)
+
+    def _whole(self, at: int, new: torch.Tensor, digests: list[int]) -> Iterator[Delta]:
+        """Sends all of a bucket, and yields its tensors."""
+        sync = self.sync
+        sent = sync._send(sync._plan.listed[at], sync._steps[at])
+        self._keep(at, new)
+        listed = zip(sent.bucket.tensors, sync._received(sent)[0], strict=False)
+        # strict=False: a rank that does not receive the bucket has no tensors
+        for number, (tensor, whole) in enumerate(listed):
+            yield Delta(tensor.name, None, whole, digests[number])
+
+    def _some(
+        self,
+        places: Places,
+        sent: SentBucket,
+        counts: dict[int, int],
+        of_groups: list[int],
+        digests: list[int],
+    ) -> Iterator[Delta]:
+        """Waits for the changes of a bucket, and yields those that this rank receives.
+
+        counts, of_groups: their number from each rank and in each group.
+        """
+        sent.wait()
+        self.sync._refuse_lost(sent)
+        if self.sync.rank in sent.bucket.to:
+            segments = sent.bucket.segments.items()
+            parts = [places.views(sent.buffer[at:][:n], counts[rank]) for rank, (at, n) in segments]
+            yield from _split(sent.bucket, places, parts, of_groups, digests)
 
     def _compared(self, at: int, based: bool) -> _Told | None:
         """Finds what changed in this rank's segment of a bucket, if there is one, and begins to
@@ -192,7 +221,7 @@ class Kept:
         import torch
         import torch.distributed as dist
 
-        parts = [torch.tensor([int(failed is None)], device=self.sync._device)]
+        parts = [torch.full((1,), int(failed is None), device=self.sync._device)]
         if at < len(self.places):
             parts.append(self.places[at].tally() if changes is None else changes.tally)
         told, works = torch.cat(parts), []
@@ -232,28 +261,21 @@ class Kept:
             self.held[at] = held
         held.copy_(new)
 
-    def _exchange(
+    def _sent(
         self, at: int, bucket: Bucket, counts: dict[int, int], changes: Changes
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Sends the changes of a bucket; returns those that this rank receives: the places and the
-        bits of each rank.
-        """
+    ) -> SentBucket:
+        """Begins to send the changes of a bucket, as whose segments they are."""
         import torch
 
-        sync, places, segments = self.sync, self.places[at], bucket.segments
+        sync, places = self.sync, self.places[at]
         receives = sync.rank in bucket.to
-        start, size = segments.get(sync.rank, (0, 0))
+        start, size = bucket.segments.get(sync.rank, (0, 0))
         nbytes = bucket.nbytes if receives else size
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=sync._device)
         if size:
             own = buffer[start * receives :][:size]
             changes.write(*places.views(own, counts[sync.rank]))
-        sent = sync._exchange(bucket, sync._steps[at], buffer)
-        for work in sent.works:
-            call(work.wait)
-        sync._refuse_lost(sent)
-        listed = segments.items() if receives else ()
-        return [places.views(buffer[at:][:n], counts[rank]) for rank, (at, n) in listed]
+        return sync._exchange(bucket, sync._steps[at], buffer)
 
 
 class _Told(NamedTuple):

@@ -370,7 +370,7 @@ class Sync:
         flat = asked.flat
         self._begin()
         of_buckets = self._flat[flat] if flat else self._steps
-        sent: list[_SentBucket] = []
+        sent: list[SentBucket] = []
         self._posted = 0
         try:
             for bucket, steps in zip(self._plan.listed, of_buckets, strict=True):
@@ -396,7 +396,7 @@ class Sync:
         self._end()
         self._done()
 
-    def _yielded(self, sent: _SentBucket, flat: int) -> Iterator[Any]:
+    def _yielded(self, sent: SentBucket, flat: int) -> Iterator[Any]:
         """Waits for a bucket, and yields its tensors, or the flat bucket that has them."""
         tensors = self._tensors(sent)
         del sent  # whose memory `_tensors` frees
@@ -421,7 +421,7 @@ class Sync:
             **self._counted,
         }
 
-    def _stop(self, sent: list[_SentBucket]) -> None:
+    def _stop(self, sent: list[SentBucket]) -> None:
         """Tells all ranks that this one does not take the tensors that are left."""
         self._refused = MckptError(
             "a rank has stopped before it had all tensors; iterate to the end"
@@ -483,7 +483,7 @@ class Sync:
     def _is_special(self, cast: Cast) -> bool:
         return bool(cast.offset or cast.term) or self._overflows(cast)
 
-    def _send(self, bucket: Bucket, steps: Steps) -> _SentBucket:
+    def _send(self, bucket: Bucket, steps: Steps) -> SentBucket:
         """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
         the bucket.
         """
@@ -495,7 +495,7 @@ class Sync:
             self._copy(steps.send, bucket, buffer)
         return self._exchange(bucket, steps, buffer)
 
-    def _exchange(self, bucket: Bucket, steps: Steps, buffer: torch.Tensor) -> _SentBucket:
+    def _exchange(self, bucket: Bucket, steps: Steps, buffer: torch.Tensor) -> SentBucket:
         """Begins to send the segments of a bucket, of which `buffer` has that of this rank."""
         import torch
         import torch.distributed as dist
@@ -529,7 +529,7 @@ class Sync:
         ready = torch.full((1,), token, dtype=torch.int64, device=self._device)
         if self._group or dist.is_initialized():  # behind the bucket, on the same stream
             works.append(call(dist.all_reduce, ready, async_op=True, group=self._group))
-        return _SentBucket(bucket, steps, buffer, works, ready, self._posted)
+        return SentBucket(bucket, steps, buffer, works, ready, self._posted)
 
     def _count(self, bucket: Bucket) -> None:
         """Counts the bytes that this rank sends and receives."""
@@ -606,7 +606,7 @@ class Sync:
             for move in moves
         ]
 
-    def _tensors(self, sent: _SentBucket) -> Iterator[Any]:
+    def _tensors(self, sent: SentBucket) -> Iterator[Any]:
         """Waits for a bucket, and yields its tensors if this rank receives them: the codes and the
         scales of those that are quantised.
         """
@@ -629,7 +629,7 @@ class Sync:
                 first = tensor.first // (scheme.block[0] or 1)
                 yield Slice(tensor.name + scheme.scales, scales[number], first, grid)
 
-    def _received(self, sent: _SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    def _received(self, sent: SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
         """Waits for a bucket, and returns its tensors, none if this rank does not receive them; and
         by their numbers the scales of those that are quantised.
         """
@@ -655,7 +655,7 @@ class Sync:
         self._refuse_lost(sent)  # only now, so that a device has its work while this waits
         return [tensors[number] for number in range(len(tensors))], scales
 
-    def _refuse_lost(self, sent: _SentBucket) -> None:
+    def _refuse_lost(self, sent: SentBucket) -> None:
         """Raises the error of a rank whose weights could not be sent, on all ranks; or MckptError
         unless the bucket has reached all ranks.
 
@@ -689,7 +689,7 @@ def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
     return Sync(model_chunks, **options)()
 
 
-class _SentBucket(NamedTuple):
+class SentBucket(NamedTuple):
     """A bucket on its way."""
 
     bucket: Bucket
