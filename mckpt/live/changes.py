@@ -64,9 +64,11 @@ class Places:
         new = np.diff(bucket.tensor, prepend=-1) != 0
         new |= np.diff(bucket.rank, prepend=-2) != 0
         group = np.cumsum(new) - 1
-        self.tensor_of, self.rank_of = bucket.tensor[new], bucket.rank[new]  # of each group
-        self.num = len(bucket.tensors)
-        numbers = group, len(self.tensor_of) + bucket.tensor  # of a tally
+        self.rank_of = bucket.rank[new].tolist()  # of each group
+        self.groups: list[list[int]] = [[] for _ in bucket.tensors]  # of each tensor
+        for number, of in enumerate(bucket.tensor[new].tolist()):
+            self.groups[of].append(number)
+        numbers = group, len(self.rank_of) + bucket.tensor  # of a tally
         columns = starts, index, c["run"], *(step // width for step in steps), numel, *numbers
         self.starts, self.rows = tensor(starts), tensor(np.stack(columns, axis=1))
         # of a rank: its first place, and its elements
@@ -83,12 +85,12 @@ class Places:
 
     def tally(self) -> torch.Tensor:
         """Returns zeros for `Changes.tally`."""
-        return self.rows.new_zeros(len(self.tensor_of) + self.num)
+        return self.rows.new_zeros(len(self.rank_of) + len(self.groups))
 
     def counts(self, tally: np.ndarray) -> dict[int, int]:
         """Returns the number of changes on each rank that has some. tally: that of all ranks."""
         found = defaultdict[int, int](int)
-        for rank, count in zip(self.rank_of.tolist(), tally.tolist(), strict=False):  # the groups
+        for rank, count in zip(self.rank_of, tally.tolist(), strict=False):  # the groups
             found[rank] += count
         return {rank: count for rank, count in found.items() if count}
 

@@ -24,13 +24,11 @@ from mckpt.errors import MckptError, SourceError, UsageError
 from mckpt.live.asking import Asked
 from mckpt.live.buckets import Bucket
 from mckpt.live.changes import Changes, Places, digest
-from mckpt.live.steps import steps_of
+from mckpt.live.steps import SentBucket, steps_of
 from mckpt.live.together import call, gathered, lost
 
 if TYPE_CHECKING:
     import torch
-
-    from mckpt.live.syncing import SentBucket
 
 # of the elements of a bucket; where more have changed, it is sent whole. A change takes 6 bytes for
 # an element of 2, so this bounds what is sent to three quarters.
@@ -142,7 +140,7 @@ class Kept:
         """Begins to send what changed in a bucket, and returns what this rank receives of it."""
         sync, places, bucket = self.sync, self.places[at], self.sync._plan.listed[at]
         assert found is not None
-        tally, groups = self._agree(found), len(places.tensor_of)
+        tally, groups = self._agree(found), len(places.rank_of)
         changes, counts = found.changes, places.counts(tally)
         assert changes is not None
         self.digests[at] = self.digests[at] * based + tally[groups:]
@@ -301,18 +299,18 @@ def _split(
     import torch
 
     where, bits = (torch.cat(some) if some[1:] else some[0] for some in zip(*parts, strict=True))
-    found: list[list[torch.Tensor]] = [[] for _ in bucket.tensors]
-    held: list[list[torch.Tensor]] = [[] for _ in bucket.tensors]
-    groups = zip(places.tensor_of.tolist(), counts, strict=True)
-    listed = places.indices(where).split(counts), bits.split(counts)
-    for (number, count), index, values in zip(groups, *listed, strict=True):
-        if count:
-            found[number].append(index)
-            held[number].append(values)
-    for tensor, *both, stated in zip(bucket.tensors, found, held, digests, strict=True):
-        if both[0]:
-            index, values = (torch.cat(some) if some[1:] else some[0] for some in both)
-            yield Delta(tensor.name, index, values.view(getattr(torch, tensor.dtype)), stated)
+    indices = places.indices(where).split(counts)
+    values = {
+        dtype: bits.view(getattr(torch, dtype)).split(counts)
+        for dtype in {tensor.dtype for tensor in bucket.tensors}
+    }
+    for tensor, groups, stated in zip(bucket.tensors, places.groups, digests, strict=True):
+        of_dtype, some = values[tensor.dtype], [group for group in groups if counts[group]]
+        if len(some) == 1:
+            yield Delta(tensor.name, indices[some[0]], of_dtype[some[0]], stated)
+        elif some:
+            index, bits = (torch.cat([of[g] for g in some]) for of in (indices, of_dtype))
+            yield Delta(tensor.name, index, bits, stated)
 
 
 def apply_delta(weights: Mapping[str, torch.Tensor], deltas: Deltas, version: int) -> int:

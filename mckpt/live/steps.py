@@ -19,6 +19,7 @@ from mckpt.geometry.box import row_major
 from mckpt.geometry.join import UNSCALED
 from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, ExportedTensor
 from mckpt.live.flat import offsets
+from mckpt.live.together import call
 from mckpt.values.dtypes import itemsize
 from mckpt.values.element import Cast
 
@@ -89,6 +90,24 @@ class Steps(NamedTuple):
     def memory(self) -> int:
         """Returns the bytes that it needs."""
         return self.buffer + self.made
+
+
+class SentBucket(NamedTuple):
+    """A bucket on its way."""
+
+    bucket: Bucket
+    steps: Steps
+    buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
+    works: list[Any]  # of torch.distributed
+    ready: torch.Tensor  # becomes the sum of the tokens of all ranks
+    number: int  # of buckets that were sent until then in this call
+
+    def wait(self) -> None:
+        """Waits for all works. Gloo waits for ever for a message that was waited for before."""
+        while len(self.works) > 1:
+            call(self.works.pop(0).wait)
+        for work in self.works:  # the sum
+            call(work.wait)
 
 
 def steps_of(

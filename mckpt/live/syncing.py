@@ -28,7 +28,7 @@ from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
 from mckpt.live.quantising import quantised
 from mckpt.live.settings import refuse_other_settings
-from mckpt.live.steps import LiveMove, Moves, Steps, ViewRun, even_rooms, steps_of
+from mckpt.live.steps import LiveMove, Moves, SentBucket, Steps, ViewRun, even_rooms, steps_of
 from mckpt.live.together import (
     call,
     gathered,
@@ -687,24 +687,6 @@ class Sync:
 def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:
     """Yields the Hugging Face tensors of a live model once. The keywords are those of `Sync`."""
     return Sync(model_chunks, **options)()
-
-
-class SentBucket(NamedTuple):
-    """A bucket on its way."""
-
-    bucket: Bucket
-    steps: Steps
-    buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
-    works: list[Any]  # of torch.distributed
-    ready: torch.Tensor  # becomes the sum of the tokens of all ranks
-    number: int  # of buckets that were sent until then in this call
-
-    def wait(self) -> None:
-        """Waits for all works. Gloo waits for ever for a message that was waited for before."""
-        while len(self.works) > 1:
-            call(self.works.pop(0).wait)
-        for work in self.works:  # the sum
-            call(work.wait)
 
 
 def _digest(made: Buckets) -> dict[str, Any]:

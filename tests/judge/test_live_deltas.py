@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,13 @@ def test_deltas_make_the_tensors_of_a_whole_sync(
     for share, most in MOST.items():
         some, full = found["sent"][share]
         assert some <= most * full, f"{share} changed: {some:,} bytes of {full:,}"
+
+
+def test_kernels_find_what_torch_finds() -> None:
+    pytest.importorskip("triton")
+    # in a process of its own, because Triton asks once whether it interprets
+    command = [sys.executable, "-m", "tests.helpers.interpreted"]
+    root = Path(__file__).parents[2]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["alike"] * 12
