@@ -45,7 +45,7 @@ class Sizes(ModelSizes, total=False):
 class MegatronOptions(Sizes, total=False):
     """The options of a conversion between Megatron checkpoints; `Options` explains them."""
 
-    format: Literal["torch_dist", "torch_dcp", "fsdp_dtensor", "torch", "hf"]
+    format: Literal["torch_dist", "mfsdp_v2", "torch_dcp", "fsdp_dtensor", "torch", "hf"]
     dtype: Literal["bf16", "fp16", "fp32"]
     dialect: str
     transformer_impl: Literal["transformer_engine", "local"]

@@ -696,6 +696,9 @@ rows("into torch_dcp", "fsdp/qwen3-plain", "reshard SRC DST --target-format torc
 rows("into fsdp_dtensor", "fsdp/qwen3-plain", "reshard SRC DST --target-format fsdp_dtensor {}", {
     "--target-pp 2": ("--use-megatron-fsdp takes no pp 2; give 1",),
 } | FP32, 2)
+rows("into mfsdp_v2", "fsdp/qwen3-plain", "reshard SRC DST --target-format mfsdp_v2 {}", {
+    "--target-tp 2": ("--megatron-fsdp-version 2 takes no tp 2; give 1",),
+} | FP32, 2)
 rows("a save that never finished", "fsdp/qwen3-plain", "reshard SRC DST {}", {
     "": (3, "has no metadata.json: its save never finished"),
 }, damage=gone("iter_0000001/metadata.json"))

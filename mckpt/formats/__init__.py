@@ -40,6 +40,7 @@ FORMATS: dict[str, Listed] = {
     "torchtitan": Listed("mckpt.formats.megatron.torchtitan", megatron=True, written=False),
     "deepspeed": Listed("mckpt.formats.megatron.deepspeed", megatron=True, written=False),
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
+    "mfsdp_v2": Listed("mckpt.formats.megatron.mfsdp_v2", megatron=True, sharded=True),
     "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, sharded=True),
     "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, sharded=True),
     "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True, written=False, until="0.15"),

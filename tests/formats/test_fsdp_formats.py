@@ -140,6 +140,63 @@ def test_what_was_written_becomes_its_source_again(
     assert not mckpt.diff(tmp_path / "hf", tmp_path / "back")
 
 
+V2 = "qwen3-moe-mfsdp_v2"
+
+
+def of_torch(directory: Path) -> dict[str, Any]:
+    """Returns the content of a directory as torch reads it, by key."""
+    import torch
+    from torch.distributed.checkpoint import _nested_dict, format_utils
+
+    format_utils.dcp_to_torch_save(directory, directory / "all.pt")
+    found = torch.load(directory / "all.pt", weights_only=False)
+    (directory / "all.pt").unlink()
+    flat: dict[str, Any] = _nested_dict.flatten_state_dict(found)[0]
+    return flat
+
+
+def test_megatron_fsdp_v2_becomes_a_run_and_is_written_again(tmp_path: Path) -> None:
+    """save_checkpoint of Megatron-LM wrote the sample; one of its two ranks has no part of many
+    weights. What mckpt writes of it has the same content for torch.
+    """
+    saved, hf = unpacked(V2, tmp_path) / "saved", tmp_path / V2 / "hf"
+    assert "mfsdp_v2" in good("inspect", saved).out
+    assert "sound" in good("check", saved, "--like", hf).out
+    args = ("reshard", saved, tmp_path / "run", "--like", hf, "--dtype", "bf16", "--keep-padding")
+    said = good(*args, "--target-format", "torch_dist", "--target-ep", 2)
+    assert "every element of the source is used" in said.err
+    whole = Checkpoint.open(tmp_path / "run")
+    assert whole.optimizer is not None and whole.optimizer.form == "fully_reshardable"
+    (group, *_), experts = whole.optimizer.groups
+    assert (group["step"], group["lr"], group["betas"]) == (2, 1e-3, (0.9, 0.95))
+    assert experts[0]["is_expert_parallel"]
+    args = ("reshard", tmp_path / "run", tmp_path / "again", "--target-format", "mfsdp_v2")
+    good(*args, "--target-ep", 1, "--keep-padding")
+    theirs, ours = of_torch(saved), of_torch(unit(tmp_path / "again"))
+    assert ours["iteration"] == 2
+    assert {key for key in ours if key.startswith(("model.", "optimizer.state."))} <= theirs.keys()
+    for key, value in theirs.items():
+        if key.startswith(("model.", "optimizer.state.")):
+            assert key.endswith("_extra_state") or value.equal(ours[key]), key
+        else:  # a setting
+            alike = set if key.endswith(".params") else lambda found: found
+            assert alike(value) == alike(ours[key]), key
+    good("megatron-to-hf", saved, tmp_path / "hf", "--like", hf)
+    exported = Checkpoint.open(tmp_path / "hf")
+    fc1 = theirs["model.decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
+    halves = [exported[f"layers.1.moe.experts.3.{half}.weight"].numpy() for half in ("gate", "up")]
+    assert (np.concatenate(halves) == fc1.numpy()).all()
+
+
+def test_a_state_that_megatron_fsdp_v2_lost_is_named(tmp_path: Path) -> None:
+    saved, hf = unpacked(V2, tmp_path) / "saved", tmp_path / V2 / "hf"
+    lost = "optimizer.state.decoder.final_layernorm.weight.exp_avg"
+    with_index(saved, without(lambda key: key == lost))
+    args = ("reshard", saved, tmp_path / "out", "--like", hf, "--target-format", "torch_dist")
+    refused(3, "exp_avg of final_norm.weight is missing", "--no-optimizer", args=args)
+    good(*args, "--no-optimizer", "--dry-run")
+
+
 def test_torch_loads_the_random_states_of_a_new_run(tmp_path: Path) -> None:
     import torch
     from torch.distributed import checkpoint

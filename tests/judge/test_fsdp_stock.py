@@ -8,6 +8,9 @@ Gradients are made of the weights (tests/helpers/fsdp.py), so they are equal in 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.tra
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from tests.helpers import fsdp_samples
+from mckpt.options import SourceOptions
+from tests.helpers import fsdp_samples, tiny
 from tests.helpers.fsdp_samples import EQUAL, Sample
 from tests.helpers.judging import ask
 
@@ -122,3 +126,31 @@ def test_the_trainer_goes_on_from_what_mckpt_writes_as_from_the_source(
     assert states[0].groups == states[1].groups and states[0].groups[0][0]["step"] == 5
     assert not mckpt.diff(*ends)
     assert mckpt.diff(ends[0], first).changed
+
+
+def test_megatron_fsdp_v2_goes_on_from_what_mckpt_writes(tmp_path: Path) -> None:
+    """Two ranks of its `fully_shard` save after two steps; mckpt writes that as torch_dist, and
+    this as `mfsdp_v2`. A new run that loads it makes the same third step. MEGATRON_LM names a copy
+    of Megatron-LM with save_checkpoint and load_checkpoint, which the wheel of 0.19.2 does not have.
+    """
+    start = fsdp_samples.source(Sample("qwen3-moe", {}, "v2"), tmp_path, fsdp_samples.SMALL_MOE)
+    hf = tmp_path / "hf-qwen3-moe"
+    program = [sys.executable, "-m", "tests.helpers.mfsdp_v2", hf, start, tmp_path]
+    folders = [os.environ.get("MEGATRON_LM", ""), str(tiny.FIXTURES.parent)]
+    env = {**os.environ, "PYTHONPATH": ":".join(filter(None, folders))}
+    subprocess.run(list(map(str, program)), check=True, cwd=folders[1], env=env)
+    saved, ends, goes_on = (
+        Checkpoint.open(tmp_path / name, SourceOptions(like=str(hf))).with_optimizer()
+        for name in ("saved", "ends", "goes-on")
+    )
+    assert saved.format == "mfsdp_v2"
+    whole = Checkpoint.open(tmp_path / "whole").with_optimizer()
+    for name in saved:
+        own = saved[name].numpy()
+        assert (own.astype(whole[name].numpy().dtype) == whole[name].numpy()).all(), name
+    assert whole.optimizer and whole.optimizer.groups[0][0]["step"] == 2
+    difference = mckpt.diff(goes_on, ends)
+    assert not difference and difference.same == len(ends) == 4 * sum(
+        "@" not in name for name in ends
+    )
+    assert len(mckpt.diff(ends, saved).changed) == len(ends)

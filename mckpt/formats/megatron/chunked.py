@@ -6,8 +6,8 @@ torch.distributed.checkpoint is read here:
 .metadata          which chunk of which key lies where (a pickle)
     __R_I.distcp       items one after the other, each a torch.save file of one chunk or object
 
-`torch_dist`, `torch_dcp` and `fsdp_dtensor` are such directories. They differ in their keys, and
-`torch_dist` alone has a metadata.json.
+`torch_dist`, `torch_dcp`, `fsdp_dtensor` and `mfsdp_v2` are such directories. They differ in their
+keys, and `torch_dist` alone has a metadata.json.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from mckpt.formats.base import (
 )
 from mckpt.formats.megatron.torch_dist_writing import MARKER, METADATA
 from mckpt.geometry.box import Box, Stored, range_boxes, row_major
+from mckpt.lazy import numpy as np
 from mckpt.lazy import pattern
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
 from mckpt.storage.files import opened, unreadable
-from mckpt.values.dtypes import itemsize
+from mckpt.values.dtypes import itemsize, numpy_dtype
 
 if TYPE_CHECKING:
     from mckpt.formats.megatron.optimizer import flat
@@ -304,13 +305,16 @@ MODEL = "model."  # prefix of the keys of weights in torch_dcp and fsdp_dtensor
 HEAD = 1 << 20
 
 
-def has_keys(root: Path, prefix: str) -> bool:
-    """Returns whether a directory without metadata.json has keys that begin with a prefix."""
+def has_keys(root: Path, prefix: str, most: int = HEAD) -> bool:
+    """Returns whether a directory without metadata.json has keys that begin with a prefix.
+
+    most: the bytes at the beginning of the .metadata that are searched; -1: all.
+    """
     if (root / MARKER).exists() or not (root / METADATA).is_file():
         return False
     try:
         with open(root / METADATA, "rb") as f:
-            head = f.read(HEAD)
+            head = f.read(most)
     except OSError as e:
         raise unreadable(root / METADATA, e) from e
     # Before a string of a pickle stands its length, in one byte (torch) or in four (mckpt).
@@ -389,6 +393,14 @@ class Directory(Chunked):
             for key in keys:
                 file, offset, length = self.metadata.items[key, None]
                 yield descriptors.pread(files.fd(file), length, offset)
+
+    def number_at(self, key: str) -> float:
+        """Returns the number in a tensor of one element."""
+        dtype, _, ((offsets, sizes),) = self.metadata.tensors[key]
+        with Files(self.root) as files:
+            file, at = self.place(key, offsets, sizes, files)
+            data = descriptors.pread(files.fd(self.files[file]), itemsize(dtype), at)
+        return float(np.frombuffer(data, numpy_dtype(dtype))[0])
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         """Returns the records and tensors of all items, and of the files `beside`."""

@@ -25,6 +25,7 @@ from mckpt.formats.megatron.chunked import has_keys, names_of, single_keys
 from mckpt.formats.megatron.fsdp_writing import (
     HALVES,
     PREFIX,
+    STEP,
     by_ranks,
     halves,
     lay_out_fsdp_dtensor,
@@ -50,8 +51,8 @@ class FsdpDtensor(TorchDcp):
 
     prefix = PREFIX
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, FORMAT)
+    def __init__(self, path: Path, format: Format | None = None) -> None:
+        super().__init__(path, format or FORMAT)
         # names of dialects, for the halves as for the whole
         self.weights = {self._whole(k): k for k in self.weights}
 
@@ -100,7 +101,7 @@ class FsdpDtensor(TorchDcp):
         """Returns the optimizer's state, None if the checkpoint has none."""
         found: States = {}
         for key in self.metadata.tensors:
-            if one := _STATE.fullmatch(key):
+            if (one := _STATE.fullmatch(key)) and one[2] != STEP:
                 found.setdefault(self.prefix + one[1], {})[one[2]] = key
         grouped = self._grouped
         if self._begins:
@@ -132,7 +133,7 @@ class FsdpDtensor(TorchDcp):
         problems.check()
         experts = names_of(b for b in rules if "expert" in b.rule.indices)
         groups = self._settings(experts if names.parallel.ep > 1 else set())
-        return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer(), [])
+        return Optimizer(self.format.name, layout, groups, self._keys_of_optimizer(), [])
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """Returns the same, without the steps of an optimizer that has made none."""
@@ -142,7 +143,7 @@ class FsdpDtensor(TorchDcp):
     def _begins(self) -> bool:
         """Returns whether it has no optimizer, but the number 0 for the steps of a new one."""
         fields = {field for own in self._grouped.values() for field, _ in own}
-        return fields == {"step"} and not any(map(_STATE.fullmatch, self.metadata.tensors))
+        return fields == {STEP} and not any(map(_STATE.fullmatch, self.metadata.tensors))
 
     @cached_property
     def _grouped(self) -> dict[str, list[tuple[str, str]]]:

@@ -1,5 +1,5 @@
-"""The files of a new `fsdp_dtensor` or `torch_dcp` checkpoint, and what the keys of both are made
-of; the modules of these names describe the formats.
+"""The files of a new `fsdp_dtensor`, `mfsdp_v2` or `torch_dcp` checkpoint, and what their keys are
+made of; the modules of these names describe the formats.
 
 Megatron's trainer loads a `torch_dcp` only if it has all that the run itself would save: the
 optimizer, its schedule and random states too. Those random states are the ones with which a run
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
@@ -39,6 +39,12 @@ HALVES = ("_w", "_v")  # the suffixes of the keys of the two halves of a weight
 WRAPPERS = "module.module.module."
 STATE, GROUP = "optimizer.state.", "optimizer.param_to_group_meta."
 BESIDE = ("content_metadata", "optimizer")  # of a common state, which these formats do not have
+TORCH_GROUPS, STEP = "optimizer.param_groups.", "step"
+# what torch's AdamW has in a group beside the entries of Megatron; its loader demands all
+TORCH_GROUP = {
+    **{"amsgrad": False, "maximize": False, "foreach": None, "capturable": False},
+    **{"differentiable": False, "fused": None, "decoupled_weight_decay": True},
+}
 SCHEDULE = "opt_param_scheduler"
 SEED = 1234  # the default of --seed
 WITHOUT = "give --no-optimizer to convert the weights alone"
@@ -47,19 +53,8 @@ WITHOUT = "give --no-optimizer to convert the weights alone"
 def lay_out_fsdp_dtensor(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of a `fsdp_dtensor` checkpoint."""
     run = _Run.of(request)
-    narrow = {d for name, d in request.dtypes.items() if name.endswith(f"@{MASTER}")} - {"float32"}
-    wide = [f"the weights are not their master copies in {d}; {WITHOUT}" for d in sorted(narrow)]
-    run.refuse("fsdp_dtensor", "--use-megatron-fsdp", ("pp", "vpp"), wide)
-    bound: list[Bound] = []
-    for b in run.bound:
-        for half in halves(b) if run.splits(b) else [b]:
-            states = states_of(half, request.dtypes)
-            weight = state_bound(half, MASTER) if MASTER in states else half
-            bound.append(renamed(weight, PREFIX + half.rule.key))
-            for state in states:
-                if state != MASTER:
-                    key = f"{STATE}{WRAPPERS}{half.rule.key}.{state}"
-                    bound.append(renamed(state_bound(half, state), key))
+    run.refuse("fsdp_dtensor", "--use-megatron-fsdp", ("pp", "vpp"), run.narrow())
+    bound = run.named(PREFIX, WRAPPERS, run.splits)
     objects = list(_flat(request.common))
     for group, members in zip(run.groups, run.members(), strict=True):
         names = [GROUP + WRAPPERS + key for key in members]
@@ -68,6 +63,25 @@ def lay_out_fsdp_dtensor(request: MegatronRequest) -> tuple[Layout, list[TargetF
         keys = [f"{GROUP}{WRAPPERS}{key}.step" for key in _keys(run.parameters)]
         objects.append((keys, 0))
     return lay_out_chunks(request, bound, _objects(objects), Bound.keys)
+
+
+def lay_out_mfsdp_v2(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
+    """Lays out the files of a `mfsdp_v2` checkpoint."""
+    run = _Run.of(request)
+    sizes = ("tp", "pp", "vpp", "ep", "expert_tp")
+    run.refuse("mfsdp_v2", "--megatron-fsdp-version 2", sizes, run.narrow())
+    bound = run.named(MODEL, "", lambda b: False)
+    objects, extras = list(_flat(request.common)), list[Extra]()
+    for g, (group, members) in enumerate(zip(run.groups, run.members(), strict=True)):
+        fields = {**TORCH_GROUP, **group, "params": members}
+        objects += [([f"{TORCH_GROUPS}{g}.{name}"], value) for name, value in fields.items()]
+        steps = [f"{STATE}{key}.{STEP}" for key in members]
+        step = struct.pack("<f", group[STEP])
+        number = safe_pickle.tensor("float32", (), "0", step)
+        if steps:
+            extras.append(Extra(torch_file.lay_out(number, "archive"), steps, ("float32", ())))
+    extras += _objects([*objects, run.empty()])
+    return lay_out_chunks(request, bound, extras, Bound.keys)
 
 
 def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
@@ -107,8 +121,7 @@ def lay_out_torch_dcp(request: MegatronRequest) -> tuple[Layout, list[TargetFile
         fields = {**group, "params": [int(number[key]) for key in keys]}
         at = f"optimizer.optimizer.param_groups.{g}."
         objects += [([at + name], value) for name, value in fields.items()]
-    empty = [MODEL + key for key in _keys(request.names.objects)]
-    extras = [*_objects([*objects, (empty, None)]), *_random(int(run.args.get("seed") or SEED))]
+    extras = [*_objects([*objects, run.empty()]), *_random(int(run.args.get("seed") or SEED))]
     return lay_out_chunks(request, bound, extras, lambda b: named.get(id(b)) or b.keys())
 
 
@@ -170,6 +183,31 @@ class _Run(NamedTuple):
         gated = b.rule.pack == "gated" and ".linear_fc1." in b.rule.key
         return gated and bool(self.args.get("swiglu"))
 
+    def narrow(self) -> list[str]:
+        """Returns why the master copies cannot be the weights."""
+        dtypes = {d for name, d in self.request.dtypes.items() if name.endswith(f"@{MASTER}")}
+        narrow = sorted(dtypes - {"float32"})
+        return [f"the weights are not their master copies in {d}; {WITHOUT}" for d in narrow]
+
+    def named(self, start: str, wrappers: str, splits: Callable[[Bound], bool]) -> list[Bound]:
+        """Returns the rules of the weights, which are their master copies, and of their states,
+        with the keys of a format.
+
+        start: of a weight's key. wrappers: before that of a state. splits: whether gate and up are
+        stored by themselves.
+        """
+        out: list[Bound] = []
+        for b in self.bound:
+            for half in halves(b) if splits(b) else [b]:
+                states = states_of(half, self.request.dtypes)
+                weight = state_bound(half, MASTER) if MASTER in states else half
+                out.append(renamed(weight, start + half.rule.key))
+                for state in states:
+                    if state != MASTER:
+                        key = f"{STATE}{wrappers}{half.rule.key}.{state}"
+                        out.append(renamed(state_bound(half, state), key))
+        return out
+
     def members(self) -> list[list[str]]:
         """Returns the parameters of each param_group, in the order of their registration."""
         out: list[list[str]] = [[] for _ in self.groups]
@@ -181,6 +219,10 @@ class _Run(NamedTuple):
         for key in self.request.names.mapping.registration.sorted(group):
             out[group[key]].append(key)
         return out
+
+    def empty(self) -> _Values:
+        """Returns the keys of Transformer Engine's objects, without a content."""
+        return [MODEL + key for key in _keys(self.request.names.objects)], None
 
     def refuse(self, format: str, flag: str, sizes: Iterable[str], more: list[str]) -> None:
         """Raises UsageError with the reasons why no run with this flag could load the model.

@@ -43,7 +43,7 @@ CHOICES = {"keys": ("local",)}  # of the dialects
 BESIDE = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([^.]+)")
 _MASTER = re.compile(r"optimizer\.fp32_from_fp16_params\.(\d+)\.(\d+)")
-_GROUP = re.compile(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.([^.]+)")
+GROUP = re.compile(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.([^.]+)")
 
 
 def detect(path: Path) -> bool:
@@ -74,7 +74,11 @@ class TorchDcp:
 
     @cached_property
     def common(self) -> Common:
-        """Reads the objects that belong to neither model, optimizer nor random states."""
+        """Returns the objects that belong to neither model, optimizer nor random states."""
+        return Common(self.fields(), str(self.root / METADATA))
+
+    def fields(self) -> dict[str, Any]:
+        """Reads the fields of the common state."""
         out: dict[str, Any] = {}
         for key in self.metadata.objects:
             first, _, rest = key.partition(".")
@@ -82,7 +86,7 @@ class TorchDcp:
                 out.setdefault(first, {})[rest] = self.directory.object(key)[0]
             elif not rest and first not in BESIDE:
                 out[first] = self.directory.object(key)[0]
-        return Common(out, str(self.root / METADATA))
+        return out
 
     def parallel(self) -> Parallel:
         """Returns the sizes of the run that saved it; reading does not depend on them."""
@@ -229,7 +233,7 @@ class TorchDcp:
         """Returns the param_groups of the optimizer, with the numbers of their parameters."""
         out: dict[int, dict[str, Any]] = {}
         for key in self.metadata.objects:
-            if one := _GROUP.fullmatch(key):
+            if one := GROUP.fullmatch(key):
                 out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
         for group in out.values():
             numbers = group.get("params")

@@ -22,15 +22,12 @@ from typing import Any
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.formats.base import Format, Names, Shown
-from mckpt.formats.megatron.chunked import Directory, Files, has_keys
+from mckpt.formats.megatron.chunked import Directory, has_keys
 from mckpt.formats.megatron.optimizer import MASTER_KEYS
 from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout
-from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
-from mckpt.storage import descriptors
-from mckpt.values.dtypes import itemsize, numpy_dtype
 
 FIRST = "tok_embeddings.weight"
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
@@ -90,20 +87,12 @@ class Torchtitan(TorchAdam):
         found = [{n: self.saved.object(key)[0] for n, key in one} for one in alike.values()]
         tensors = self.saved.metadata.tensors
         keys = (f"optimizer.state.{weight}.{STEP}" for weight in self.groups)
-        return found, {self._number(key) for key in keys if key in tensors}
+        return found, {self.saved.number_at(key) for key in keys if key in tensors}
 
     @cached_property
     def iteration(self) -> int | None:  # type: ignore[override]  # an attribute of the base
         known = TRAIN_STEP in self.saved.metadata.tensors
-        return int(self._number(TRAIN_STEP)) if known else None
-
-    def _number(self, key: str) -> float:
-        """Returns the number in a tensor of one element."""
-        dtype, _, ((offsets, sizes),) = self.saved.metadata.tensors[key]
-        with Files(self.root) as files:
-            file, at = self.saved.place(key, offsets, sizes, files)
-            data = descriptors.pread(files.fd(self.saved.files[file]), itemsize(dtype), at)
-        return float(np.frombuffer(data, numpy_dtype(dtype))[0])
+        return int(self.saved.number_at(TRAIN_STEP)) if known else None
 
 
 def _as_torch_dist(saved: Metadata) -> Metadata:

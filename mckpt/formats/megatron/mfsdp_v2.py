@@ -1,0 +1,112 @@
+"""The checkpoints of Megatron-FSDP v2: `save_checkpoint` of its module `experimental`.
+
+It is stored as `torch_dcp` is, with the states by the names of their weights:
+
+    model.KEY                             a weight, in fp32: its master copy
+    optimizer.state.KEY.exp_avg           its state
+    optimizer.state.KEY.step              a tensor of one element; with the Adam of torch
+    optimizer.param_groups.G.params       an object: the keys of the weights of a group
+    optimizer.param_groups.G.lr           an object: one of its settings
+
+Neither args nor a schedule belong to it. What mckpt writes has both beside it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.base import Format
+from mckpt.formats.megatron import optimizer
+from mckpt.formats.megatron.chunked import MODEL, has_keys
+from mckpt.formats.megatron.fsdp_dtensor import FsdpDtensor
+from mckpt.formats.megatron.fsdp_writing import PREFIX, SCHEDULE, STATE, STEP, lay_out_mfsdp_v2
+from mckpt.formats.megatron.torch_adam import NOTE, common_state
+from mckpt.formats.megatron.torch_dcp import GROUP
+from mckpt.formats.megatron.torch_dist_writing import METADATA
+
+# what begins the names of a model's weights, behind optimizer.state.
+MODULES = ("decoder.", "embedding.", "encoder.", "output_layer.")
+
+
+def detect(path: Path) -> bool:
+    return (
+        has_keys(path, MODEL)
+        and not has_keys(path, PREFIX)
+        and any(has_keys(path, STATE + name, most=-1) for name in MODULES)
+    )
+
+
+class MfsdpV2(FsdpDtensor):
+    """An opened checkpoint of `save_checkpoint`."""
+
+    prefix = MODEL
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, FORMAT)
+        self.notes = (NOTE,) * (f"{SCHEDULE}.num_steps" not in self.metadata.objects)
+
+    def fields(self) -> dict[str, Any]:
+        """Reads the fields of the common state. Those of Adam take the place of missing ones."""
+        with suppress(UsageError):  # `optimizer` raises it
+            return {**self._adam, **super().fields()}
+        return super().fields()
+
+    @cached_property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the groups of the optimizer, with the keys of their weights."""
+        out: dict[int, dict[str, Any]] = {}
+        for key in self.metadata.objects:
+            if one := GROUP.fullmatch(key):
+                out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
+        for group in out.values():
+            names = group.get("params")
+            if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+                raise SourceError(
+                    f"{self.root}: a group of its optimizer does not list its weights."
+                    f" {optimizer.CURE}"
+                )
+        return [out[number] for number in sorted(out)]
+
+    @cached_property
+    def _grouped(self) -> dict[str, list[tuple[str, str]]]:
+        """Returns the weights that the optimizer updates."""
+        return {self.prefix + name: [] for group in self._groups for name in group["params"]}
+
+    @cached_property
+    def _steps(self) -> set[float]:
+        """Returns the numbers of steps that weights have made."""
+        keys = (f"{STATE}{key.removeprefix(self.prefix)}.{STEP}" for key in self._grouped)
+        found = {self.directory.number_at(k) for k in keys if k in self.metadata.tensors}
+        return found or {float(group.get(STEP, 0)) for group in self._groups}
+
+    @cached_property
+    def _adam(self) -> dict[str, Any]:
+        """Returns the common state that Megatron would have."""
+        return common_state(self.root, self._groups, self._steps) if self._groups else {}
+
+    def _settings(self, experts: set[str]) -> list[list[dict[str, Any]]]:
+        """Returns the param_groups of the optimizer: its own if Megatron made them."""
+        if any("wd_mult" not in group for group in self._groups):
+            return optimizer.groups_of(self._adam["optimizer"], str(self.root))
+        step = int(next(iter(self._steps)))
+        own = [{name: v for name, v in group.items() if name != "params"} for group in self._groups]
+        return [[{**group, "is_expert_parallel": False, STEP: step} for group in own]]
+
+
+FORMAT = Format(
+    "mfsdp_v2",
+    ".metadata with keys model.* and optimizer.state.decoder.*",
+    megatron=True,
+    detect=detect,
+    open=MfsdpV2,
+    lay_out=lay_out_mfsdp_v2,
+    optimizer=True,
+    masters_alone=True,
+    one_optimizer=True,
+    parts=(METADATA, "*.distcp"),
+    last=METADATA,
+)
