@@ -223,6 +223,14 @@ def ask(kind: str, te: bool = False, **case: Any) -> dict[str, Any]:
     return result
 
 
+def ask_all(cases: list[Case], te: bool = False) -> list[dict[str, Any]]:
+    """Returns the results of cases of judge.py, all of one launch, and fails with the errors."""
+    with tempfile.TemporaryDirectory() as place:
+        found = [*judge(cases, Path(place), te).values()]
+    assert all(result["ok"] for result in found), "\n".join(map(explain, found))
+    return found
+
+
 def failure(kind: str, te: bool = False, **case: Any) -> str:
     """Returns the error of a case, and fails if there was none: see `attempt`."""
     result = attempt(kind, te, **case)

@@ -25,7 +25,7 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
-from tests.helpers.judging import LOGITS_ATOL, ask, limit, record
+from tests.helpers.judging import LOGITS_ATOL, ask, ask_all, limit, record
 from tests.helpers.made_models import CASES
 from tests.helpers.tiny import TinyModel
 
@@ -201,7 +201,8 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
     """In each dialect, of a conversion, and in the first one, of a model that Megatron-Core saved.
     The model of transformers comes back bit for bit, also config.json: a config that mckpt writes
     from the args describes the same model. The tables of JUDGED have both of every model in each
-    dialect; without it, those not in IN_BOTH are judged in the first.
+    dialect and at all sizes; without it, those not in IN_BOTH are judged in the first, and files of
+    any sizes are loaded at one half of the sizes and saved at the other.
     """
     source, tokens = made(case), made_models.tokens(case)
     names = dialects(case)
@@ -220,19 +221,22 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
         impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
         form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
         wanted = {} if dialect == "hybrid" else {"transformer_impl": impl}
-        parallel = Parallel(**size)
+        parallel, few = Parallel(**size), "JUDGED" not in os.environ
         mckpt.plan(source, out, format=form, dialect=dialect, parallel=parallel, **wanted).run()
-        given = {"te": impl != "local", "impl": impl, "format": form, "tokens": tokens, **size}
-        result = ask("forward", checkpoint=out, args={"dialect": dialect}, **given)
-        assert result["unread"] == []
-        expect_same(reference, result["logits"], "forward", case, form, str(parallel), dialect)
+        given = {"impl": impl, "format": form, "tokens": tokens}
+        pp, others = {"pp": size["pp"]}, {k: n for k, n in size.items() if k != "pp"}
+        loaded, stored = (pp, others) if few and form == "torch_dist" else (size, size)
+        asked = [{"kind": "forward", "checkpoint": out, "args": {"dialect": dialect}} | loaded]
+        if dialect == names[0] or not few:
+            asked += [{"kind": "save", "destination": saved, "args": args_of(out, impl)} | stored]
+        first, *more = ask_all([given | one for one in asked], te=impl != "local")
+        assert first["unread"] == []
+        expect_same(reference, first["logits"], "forward", case, form, str(parallel), dialect)
         expect_back(source, out)
-        if dialect != names[0] and "JUDGED" not in os.environ:
-            continue
-        result = ask("save", destination=saved, args=args_of(out, impl), **given)
-        mckpt.plan(mckpt.Checkpoint.open(saved, known), back, format="hf").run()
-        judge, found = "saved by megatron-core", tiny.hf_logits(back, tokens)
-        expect_same(result["logits"], found, judge, case, form, str(parallel), dialect)
+        for result in more:
+            mckpt.plan(mckpt.Checkpoint.open(saved, known), back, format="hf").run()
+            judge, found = "saved by megatron-core", tiny.hf_logits(back, tokens)
+            expect_same(result["logits"], found, judge, case, form, str(parallel), dialect)
 
 
 def expect_same(wanted: np.ndarray, found: np.ndarray, judge: str, *row: str) -> None:

@@ -16,7 +16,7 @@ from mckpt import mapping
 from mckpt.formats.megatron import torch as torch_format
 from mckpt.geometry.parallel import Parallel
 from tests.helpers import tiny
-from tests.helpers.judging import LOGITS_ATOL, ask, explain, judge, record
+from tests.helpers.judging import LOGITS_ATOL, ask, ask_all, explain, judge, record
 
 pytestmark = pytest.mark.judge
 
@@ -138,16 +138,18 @@ def test_megatron_core_computes_the_logits_of_transformers(
 ) -> None:
     tokens = tiny.tokens(case)
     reference = tiny.hf_logits(sources[case], tokens)
-    for run in (run for run in RUNS + OTHERS if run.case == case):
+    runs, asked = [run for run in RUNS + OTHERS if run.case == case], []
+    for run in runs:
         out = work / run.form / run.out
         if not out.exists():
             wanted = {"format": run.form, "allow_inexact": INEXACT} | run.wanted
             mckpt.plan(sources[case], out, **wanted).run()
-        given = {"checkpoint": out, "format": run.form, "tokens": tokens} | run.size
+        given = {"kind": "forward", "checkpoint": out, "format": run.form, "tokens": tokens}
         if run in RUNS:
             given["args"] = {**run.wanted["parallel"].args(), **parallel(run.size).args()}
         given |= {"impl": "local"} if run.tag in ("-te", "hybrid") else {}
-        result = ask("forward", **given)
+        asked.append(given | run.size)
+    for run, result in zip(runs, ask_all(asked), strict=True):
         assert result["unread"] == [] or run.tag == "-te"
         apart = np.abs(result["logits"] - reference).max()
         assert apart < LOGITS_ATOL
@@ -165,22 +167,22 @@ def megatron_args(source: Path, dialect: str = "gpt") -> dict[str, Any]:
     return {**args, **LOCAL, "params_dtype": "float32"}
 
 
-def saved(source: Path, out: Path, case: str, dialect: str, **more: Any) -> np.ndarray:
-    """Lets megatron-core initialise a model and save it, with args as Megatron-LM writes them, and
-    returns its logits.
+def saving(source: Path, out: Path, case: str, dialect: str, **more: Any) -> dict[str, Any]:
+    """Returns the case in which megatron-core initialises a model and saves it, with args as
+    Megatron-LM writes them.
     """
     given = {"args": megatron_args(source, dialect), "tp": 2, "pp": 2, "iteration": 7}
-    given |= {"destination": out, "tokens": tiny.tokens(case)} | more
-    logits: np.ndarray = ask("save", **given)["logits"]
-    return logits
+    return {"kind": "save", "destination": out, "tokens": tiny.tokens(case), **given, **more}
 
 
 @pytest.mark.parametrize(("case", "dialect"), [judged(*one) for one in DIALECTS])
 def test_transformers_computes_the_logits_of_checkpoints_of_megatron_core(
     case: str, dialect: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    for form in ("torch_dist", "torch"):
-        wanted = saved(sources[case], tmp_path / form, case, dialect, format=form)
+    forms = ("torch_dist", "torch")
+    asked = [saving(sources[case], tmp_path / form, case, dialect, format=form) for form in forms]
+    for form, result in zip(forms, ask_all(asked), strict=True):
+        wanted = result["logits"]
         opened, out = mckpt.open(tmp_path / form), tmp_path / f"{form}-exported"
         assert opened.mapping.name == dialect
         planned = mckpt.plan(opened, out, format="hf", allow_inexact=INEXACT)
@@ -196,7 +198,7 @@ def test_transformers_computes_the_logits_of_checkpoints_of_megatron_core(
 def test_a_checkpoint_without_args_needs_like(sources: dict[str, Path], tmp_path: Path) -> None:
     bare, source, out = tmp_path / "bare", sources["qwen3"], tmp_path / "out"
     given = {"format": "torch_dist", "with_args": False, "iteration": 1}
-    wanted = saved(source, bare, "qwen3", "gpt", **given)
+    wanted = ask(**saving(source, bare, "qwen3", "gpt", **given))["logits"]
     with pytest.raises(mckpt.errors.UsageError, match="--like"):
         mckpt.plan(bare, tmp_path / "nowhere", format="hf")
     mckpt.plan(mckpt.open(bare, like=source), out, format="hf").run()
@@ -211,7 +213,7 @@ def test_a_checkpoint_without_args_needs_like(sources: dict[str, Path], tmp_path
 # with Transformer Engine. Such a checkpoint cannot be loaded, and mckpt refuses it
 NOT_LOADABLE = [("deepseek-v3-plain", "transformer_engine")] if SINCE_0_19 else []
 KEY_CASES = [
-    (case, impl, size)
+    pytest.param(case, impl, size, marks=[pytest.mark.newest] * (case not in EVERYWHERE))
     for case in tiny.CASES
     for impl in ("local", "transformer_engine")
     if (case, impl) not in NOT_LOADABLE
