@@ -4,8 +4,10 @@ The file's rows are [num_layers, pp, other arguments, answer]. They come from a 
 argument sets that was run through Megatron-LM core_v0.16.1: validate_args, TransformerConfig,
 get_num_layers_to_build and get_transformer_layer_offset. An answer is [pipeline rank][virtual
 stage] -> [first layer, number of layers], null where Megatron refuses, or "lost" where it accepts
-and then loses or doubles layers. `compact` made the file of that grid's output: all that was
-accepted, and every fourth of what was refused.
+and then loses or doubles layers. `compact` made rows of that grid's output: all that was accepted,
+and every fourth of what was refused. Of those the file has all layouts, eight of each other kind of
+arguments and answer, and four that find each of 137 changes of one operator or number of
+mckpt/geometry/parallel.py.
 
 `python -m tests.helpers.placement` asks the installed megatron-core for the rows on stdin, without
 validate_args, which is no part of it.

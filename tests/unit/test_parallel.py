@@ -37,9 +37,9 @@ def test_layers_lie_where_megatron_places_them() -> None:
         if ours != (None if answer == "lost" else answer):
             wrong.append(f"{num_layers} layers, pp {pp}, {said}: {ours} against {answer}")
     assert not wrong, "\n".join(wrong)
-    assert len(ROWS) > 800
-    assert sum(answer == "lost" for *_, answer in ROWS) > 80
-    assert sum(answer is None for *_, answer in ROWS) > 300
+    assert len(ROWS) > 300
+    assert sum(answer == "lost" for *_, answer in ROWS) > 20
+    assert sum(answer is None for *_, answer in ROWS) > 100
 
 
 def test_stages_of_small_models() -> None:
