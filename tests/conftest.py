@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from mckpt import errors
-from tests.helpers import made_models, tiny
+from tests.helpers import made_models, tiny, verifying
 from tests.helpers.commands import good
 from tests.helpers.tiny import TinyModel
 
@@ -116,6 +116,12 @@ def src(tiny_model: TinyModel) -> Path:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allows any `max_memory`, so that tiny tensors are moved in many pieces."""
     monkeypatch.setattr("mckpt.values.sizes.LEAST_MEMORY", 1)
+
+
+@pytest.fixture
+def forked_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `verify` run its processes as forks of one that has imported what they need."""
+    verifying.use_session(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,8 @@ def test_a_wrong_value_of_the_result_is_found(
     assert said.code == 1 and words in said.out and "FAIL" in said.out, said.out
 
 
-@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+@pytest.mark.usefixtures("forked_verify")
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_the_logits_of_kept_tokens_are_compared(tmp_path: Path) -> None:
     out = edited(tmp_path)
     dist, megatron = tmp_path / "dist", tmp_path / "megatron"
@@ -118,7 +119,8 @@ def test_a_moment_that_was_not_moved_is_found(
     assert "embed.weight@exp_avg: " in said.out and "embed.weight: " not in said.out
 
 
-@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+@pytest.mark.usefixtures("forked_verify")
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_an_edit_that_changes_logits_and_should_not_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,14 +44,24 @@ def with_sequence_parallelism(build: Any, *args: Any) -> Any:
 
 
 def use_session(patch: pytest.MonkeyPatch, sequence_parallel: bool = False) -> None:
-    """Makes `verify` run all its processes on CPU in forks of one session.
+    """Makes `verify` run all its processes on CPU in forks of one session. `train`, whose processes
+    print for the user, starts them as always.
 
     sequence_parallel: Megatron-Core runs with it, which the model and its sizes must allow.
     """
 
+    start = launching.launch
+
     def launch(
-        module: str, job: dict[str, Any], directory: Path, device: str, num_ranks: int = 1
+        module: str,
+        job: dict[str, Any],
+        directory: Path,
+        device: str,
+        num_ranks: int = 1,
+        show: bool = False,
     ) -> None:
+        if show:
+            return start(module, job, directory, device, num_ranks, show)
         assert device == "cpu"
         path = directory / f"{module.rpartition('.')[2]}.job.json"
         path.write_text(json.dumps(job))

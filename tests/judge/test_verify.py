@@ -18,7 +18,7 @@ from mckpt.options import SourceOptions, VerifyOptions
 from mckpt.verification import verdict
 from mckpt.verification.levels import verify_all
 from mckpt.verification.verdict import CLEAN, FAULT, compare_values
-from tests.helpers import commands, tiny
+from tests.helpers import commands, tiny, verifying
 from tests.helpers.lazy import torch
 
 pytestmark = pytest.mark.judge
@@ -162,7 +162,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def verdicts(directory: Path) -> dict[str, mckpt.Verdict]:
     paths = [directory / "clean", *(directory / f"fault{index}" for index in range(len(FAULTS)))]
     options = VerifyOptions(device="cpu", length=256, keep=directory / "work")
-    found = verify_all(directory / "hf", paths, options)
+    with pytest.MonkeyPatch.context() as patch:
+        verifying.use_session(patch)
+        found = verify_all(directory / "hf", paths, options)
     return dict(zip(["clean", *(name for name, _, _ in FAULTS)], found, strict=True))
 
 

@@ -23,6 +23,7 @@ from tests.helpers.tiny import TinyModel
 pytestmark = [
     pytest.mark.judge,
     pytest.mark.newest,
+    pytest.mark.usefixtures("forked_verify"),
     pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="PEFT is not installed"),
 ]
 

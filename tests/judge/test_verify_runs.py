@@ -27,6 +27,7 @@ from tests.helpers.tiny import TinyModel
 pytestmark = [pytest.mark.judge, pytest.mark.newest]
 
 
+@pytest.mark.usefixtures("forked_verify")
 @pytest.mark.parametrize("case", ["gpt2", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_a_model_of_an_unusual_class_is_verified(
     case: str, tiny_model: TinyModel, tmp_path: Path
@@ -44,6 +45,7 @@ def test_a_model_of_an_unusual_class_is_verified(
     assert first["point"] == "embed" and first["difference"] <= first["tolerance"]
 
 
+@pytest.mark.usefixtures("forked_verify")
 def test_logits_agree_when_the_hugging_face_side_was_cast(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ WHOLE = {"pp": 2}
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.usefixtures("forked_verify")
 @pytest.mark.parametrize(
     ("case", "form", "options"),
     [
@@ -284,6 +287,7 @@ def test_training_at_two_sizes_gives_the_same_losses(
     assert training["moved"] > 0 and training["max_abs"] <= training["tolerance"] / CLEAN
 
 
+@pytest.mark.usefixtures("forked_verify")
 @pytest.mark.slow
 def test_megatron_core_computes_the_logits_of_the_dequantised_values(tmp_path: Path) -> None:
     tiny_quantised("deepseek-v3", tmp_path / "hf", (16, 16))
@@ -292,6 +296,7 @@ def test_megatron_core_computes_the_logits_of_the_dequantised_values(tmp_path: P
     assert "PASS" in said and "dequantised by mckpt" in said
 
 
+@pytest.mark.usefixtures("forked_verify")
 @pytest.mark.slow  # docs/new-model.md, which is run each time, walks the same way once
 @pytest.mark.parametrize("case", ["solar_open", "jais2"])
 def test_from_an_unknown_architecture_to_a_verified_checkpoint(

@@ -110,6 +110,7 @@ def test_the_schedule_is_kept(form: str, tmp_path: Path) -> None:
     assert schedule == before.fields["opt_param_scheduler"] and schedule["num_steps"] == 8
 
 
+@pytest.mark.usefixtures("forked_verify")
 @pytest.mark.filterwarnings("ignore")  # torch and transformers cause it by their imports
 def test_todays_megatron_core_judges_the_weights(tmp_path: Path) -> None:
     saved = unpacked("float16", tmp_path) / "zarr"
