@@ -237,9 +237,7 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
     format = formats.detect(directory.path, megatron=True)
     if format is not None:
         if format.name == formats.MEGATRON and directory.name == VERL_WEIGHTS:
-            from mckpt.formats.megatron.verl_training import VerlTorchDist
-
-            return CheckpointFiles(local, options, directory, VerlTorchDist(directory.path))
+            return _of_verl(local, options, directory)
         return CheckpointFiles(local, options, directory, format.open(directory.path))
     if state := unfinished(local):
         raise SourceError(f"{local}: no checkpoint is here yet. {state}")
@@ -255,6 +253,17 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}, nor"
         f" {ADAPTER[0]} of an adapter"
     )
+
+
+def _of_verl(local: Path, options: SourceOptions, directory: IterationDirectory) -> CheckpointFiles:
+    """Opens what verl saved in torch_dist, or the Hugging Face directory beside an optimizer."""
+    from mckpt.formats.megatron.verl_training import VerlTorchDist
+
+    opened, beside = VerlTorchDist(directory.path), directory.path.parent / VERL_HF
+    if not opened.has_weights and (format := formats.detect(beside, megatron=False)):
+        options = options.with_(iteration=None)
+        return CheckpointFiles(beside, options, None, _hugging_face(beside, format))
+    return CheckpointFiles(local, options, directory, opened)
 
 
 def _hugging_face(local: Path, format: Format) -> Opened:

@@ -57,7 +57,7 @@ from mckpt.formats.hf_config import (
 )
 from mckpt.formats.megatron import megatron_args, run_config
 from mckpt.formats.megatron.interface import MegatronRequest
-from mckpt.formats.megatron.optimizer import Scaler
+from mckpt.formats.megatron.optimizer import Scaler, is_state
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
@@ -213,6 +213,8 @@ def decide(source: Checkpoint, destination: Destination, target: TargetOptions) 
         optimizer.refuse_new(moved, destination.format)
         optimizer.refuse_frozen(moved, destination.format)
     dtypes, dtype = dtypes_of_target(moved, target)
+    if moved.opened.format.torch_optimizer:  # Megatron's states are fp32
+        dtypes |= {name: "float32" for name in dtypes if is_state(name)}
     if dialect.whole:
         dtypes |= {carried.name_of(row.key): row.dtype for row in carried.of(moved.layout)}
     return Decided(

@@ -172,6 +172,8 @@ class Format(Struct, frozen=True):
     optimizer: bool = False  # the state of an optimizer can be written
     # a weight is stored as its fp32 master copy alone, if it has one
     masters_alone: bool = False
+    # its optimizer is one of torch, whose states have the dtype of the weights that it updates
+    torch_optimizer: bool = False
     one_optimizer: bool = False  # it updates the experts too, whatever ranks have them
     readable: bool = True  # this process can read all elements; those of a live model it cannot
     # the iteration of weights alone, where Megatron loads no release, and the flag to load them

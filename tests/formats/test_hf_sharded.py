@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers import tiny
 from tests.helpers.commands import Pt, good, refused, save_hostile
 from tests.helpers.commands import mckpt as run
@@ -96,11 +97,28 @@ def test_the_joined_parts_are_the_model(form: str, saved: Path, tmp_path: Path) 
     assert not mckpt.diff(tmp_path / "run", hf)
 
 
-def test_only_weights_are_taken(dense: Path, tmp_path: Path) -> None:
-    assert "left behind: optimizer" in good("plan", dense / "verl", tmp_path / "run").out
-    bf16 = ("reshard", dense / "verl", tmp_path / "run")
-    refused(3, "the master copy of", "give --no-optimizer", args=bf16)
-    good(*bf16, "--no-optimizer")
+def test_states_of_weights_in_bf16_are_written_in_fp32(dense: Path, tmp_path: Path) -> None:
+    source = dense / "verl"
+    assert "left behind: optimizer" in good("plan", source, tmp_path / "run").out
+    good("reshard", source, tmp_path / "weights", "--no-optimizer")
+    good("reshard", source, tmp_path / "run")
+    own, model = Checkpoint.open(tmp_path / "run").with_optimizer(), Checkpoint.open(source)
+    for name in model:
+        weight = model[name].numpy().astype("f4")
+        assert (own[f"{name}@master"].numpy() == weight).all()
+        moment = own[f"{name}@exp_avg"].numpy()
+        assert moment.dtype == np.float32
+        np.testing.assert_allclose(moment, 0.3 * weight, rtol=2**-7)
+    hsdp = good("diff", source, dense / "hsdp").out  # the same training on another mesh
+    assert f"the same to the last bit: {4 * len(model)} logical tensors equal" in hsdp
+    other = shutil.copytree(source, tmp_path / "other")
+    for rank in range(4):
+        file = Pt(other / f"optim_world_size_4_rank_{rank}.pt")
+        own_state = file.value["state"][7]["exp_avg"].args[3][1]["_local_tensor"].args[0]
+        file.data[own_state.key] = bytes(len(file.data[own_state.key]))
+        file.save()
+    said = run("diff", source, other)
+    assert said.code == 1 and "@exp_avg: " in said.out and " 1 differ" in said.out
 
 
 # ------------------------------------------------------------------------------------------ damage

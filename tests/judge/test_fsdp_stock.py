@@ -131,7 +131,7 @@ def test_the_trainer_goes_on_from_what_mckpt_writes_as_from_the_source(
 def test_megatron_fsdp_v2_goes_on_from_what_mckpt_writes(tmp_path: Path) -> None:
     """Two ranks of its `fully_shard` save after two steps; mckpt writes that as torch_dist, and
     this as `mfsdp_v2`. A new run that loads it makes the same third step. MEGATRON_LM names a copy
-    of Megatron-LM with save_checkpoint and load_checkpoint, which the wheel of 0.19.2 does not have.
+    of Megatron-LM with save_checkpoint and load_checkpoint, which the wheel of 0.19.2 lacks.
     """
     start = fsdp_samples.source(Sample("qwen3-moe", {}, "v2"), tmp_path, fsdp_samples.SMALL_MOE)
     hf = tmp_path / "hf-qwen3-moe"

@@ -59,11 +59,16 @@ def saved(request: pytest.FixtureRequest, runs: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("weights", ["dist_ckpt", "huggingface"])
+@pytest.mark.parametrize("weights", ["dist_ckpt", "huggingface", "before"])
 def test_weights_and_optimizer_are_joined(weights: str, saved: Path, tmp_path: Path) -> None:
+    """before: verl 0.8 and older, with Megatron-Bridge or mBridge."""
     actor, whole = saved / "global_step_2/actor", tmp_path / "whole"
-    if weights == "huggingface":
+    states = actor / "optimizer/dist_ckpt"
+    if weights != "dist_ckpt":
         shutil.rmtree(actor / "model/dist_ckpt")
+    if weights == "before":
+        (actor / "model/huggingface").rename(actor / "huggingface")
+        states = states.rename(actor / "dist_ckpt")
     good("inspect", actor)
     assert "sound" in good("check", actor).out
     said = good("reshard", saved, tmp_path / "out", "--target-tp", 2, "--target-pp", 1)
@@ -80,7 +85,7 @@ def test_weights_and_optimizer_are_joined(weights: str, saved: Path, tmp_path: P
     assert good("diff", actor, out, *like).out.startswith("the same to the last bit")
     good("reshard", actor, tmp_path / "bare", "--no-optimizer")
 
-    files = sorted((actor / "optimizer/dist_ckpt").iterdir())
+    files = sorted(states.iterdir())
     for number, path in enumerate(file for file in files if file.name != "metadata.json"):
         raw = path.read_bytes()
         path.write_bytes(raw[: len(raw) // 2])

@@ -401,5 +401,6 @@ FORMAT = Format(
     open=DeepSpeed,
     parts=(f"*{MODEL}", OPTIMIZER, "zero/*"),
     trainer=FAMILY,
+    torch_optimizer=True,
     global_keys=True,
 )

@@ -5,7 +5,7 @@
                                     {"state": {0: {step, exp_avg, exp_avg_sq}}, "param_groups"}
 
 The optimizer numbers the parameters in the order in which the model has them, as the files of the
-weights do. A weight in fp32 is its own master copy.
+weights do. A weight is its own master copy.
 """
 
 from __future__ import annotations
@@ -148,8 +148,7 @@ class FsdpTraining(Sharded):
     def optimizer(self, names: Names) -> Optimizer:
         """Returns the optimizer's state of each weight."""
         adam, states = self._adam, dict(self._states)
-        masters = {row: self.wholes[row] for row in self.parameters}
-        states[MASTER] = {row: w for row, w in masters.items() if w.dtype == "float32"}
+        states[MASTER] = masters = {row: self.wholes[row] for row in self.parameters}
         whole = HuggingFace.layout(self, names)
         problems = Problems(
             f"the optimizer's state of {self.root} does not match its weights:", CURE
@@ -187,5 +186,6 @@ FORMAT = Format(
     open=FsdpTraining,
     parts=("*_world_size_*_rank_*.pt",),
     trainer=FAMILY,
+    torch_optimizer=True,
     global_keys=True,
 )

@@ -5,8 +5,8 @@
     optimizer.param_groups.KEY.lr                  an object: a setting of its group
     optimizer.state.KEY.step, train_state.step     tensors: the number of the step
 
-They are read as those of `torch_dist`. The weights of a training in fp32, which torchtitan casts
-while it computes, are their own master copies.
+They are read as those of `torch_dist`. The weights are their own master copies: those of a training
+in fp32 are cast while it computes.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class Torchtitan(TorchAdam):
 
 
 def _as_torch_dist(saved: Metadata) -> Metadata:
-    """Returns an index in which the states have the keys of torch_dist, and each weight in fp32
-    that has states is its master copy too.
+    """Returns an index in which the states have the keys of torch_dist, and each weight that has
+    states is its master copy too.
     """
     names: dict[str, list[str]] = {}
     for key in saved.tensors:
         if one := _STATE.fullmatch(key):
             names[key] = [f"optimizer.state.{one[2]}.{one[1]}"] * (one[2] != STEP)
-            if saved.tensors.get(one[1], ("",))[0] == "float32":
+            if one[1] in saved.tensors:
                 names[one[1]] = [one[1], f"optimizer.state.{MASTER_KEYS[0]}.{one[1]}"]
     return saved._replace(
         tensors={name: t for key, t in saved.tensors.items() for name in names.get(key, [key])},
@@ -123,5 +123,6 @@ FORMAT = Format(
     open=Torchtitan,
     parts=(METADATA, "*.distcp"),
     trainer="torchtitan",
+    torch_optimizer=True,
     global_keys=True,
 )

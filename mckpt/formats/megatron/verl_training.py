@@ -5,12 +5,14 @@
     extra/dist_ckpt/          random states, which are not read
     transformer_config.json   the parallel sizes
 
-Before, dist_ckpt had all but a Hugging Face directory. A checkpoint has no args.
+Before, dist_ckpt had all but a Hugging Face directory; or also without the weights, which were in
+huggingface/ beside it. A checkpoint has no args.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -37,6 +39,7 @@ _ARGS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
+_BESIDE = re.compile(r"(chained_\d+\.)?(optimizer|rng_state)")  # begins keys of other than weights
 Facts = tuple[dict[str, str], int | None]
 
 
@@ -97,6 +100,11 @@ class VerlTorchDist(TorchDist):
         super().__init__(Directory(path, nemo=True), TORCH_DIST)
         self.states = OptimizerDirectory(path, _optimizer_of(path) or path)
         self.states.facts = super().weight_facts
+
+    @property
+    def has_weights(self) -> bool:
+        """Returns whether it has more than an optimizer and random states."""
+        return any(not _BESIDE.match(key) for key in self.keys())
 
     @property
     def common(self) -> Common:
