@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,12 +158,14 @@ def plan(
     world: int,
     own: int,
     sent: bool = False,
+    turns: bool = False,
 ) -> Buckets:
     """Returns the plan by which the rank `own` sends the model's tensors in buckets of at most
     `most` bytes, to which the alignment of the segments may add ALIGN for each rank.
 
     model: as `collected` returns it, also with an adapter merged into it; or its adapters.
     sent: parts that all receivers hold are sent too, and the elements of a bucket have one size.
+    turns: buckets of different receivers and files take turns, so that all have work at once.
 
     Raises the errors of a conversion to Hugging Face, and UsageError for a tensor that is larger
     than a bucket, unless `slices` allows to cut it.
@@ -193,7 +196,7 @@ def plan(
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
-    buckets = list(_buckets(tensors, joined, model, most // 2, own, sent))
+    buckets = list(_buckets(tensors, joined, model, most // 2, own, sent, turns))
     return Buckets(config, joined, buckets, most)
 
 
@@ -280,11 +283,12 @@ def _buckets(
     most: int,
     own: int,
     sent: bool,
+    turns: bool,
 ) -> Iterator[Bucket]:
     """Yields the buckets: tensors of the same receivers, in the order of their places.
 
-    most: bytes of a bucket of several tensors; two such are on their way at a time. sent: as for
-    `plan`.
+    most: bytes of a bucket of several tensors; two such are on their way at a time. sent, turns: as
+    for `plan`.
     """
     copies = joined.copies
     where = (copies["dst_file"].astype("i8") << FILE) + copies["dst_at"]
@@ -298,19 +302,23 @@ def _buckets(
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
-    sets: dict[tuple[frozenset[int], int], list[int]] = {}
+    sets: dict[tuple[frozenset[int], int, int], list[int]] = {}
     for number, one in enumerate(tensors):
         if one.to:
-            sets.setdefault((one.to, itemsize(one.dtype) * sent), []).append(number)
-    for (to, _), numbers in sets.items():
-        chosen: list[int] = []
+            key = one.to, itemsize(one.dtype) * sent, (one.at >> FILE) * turns
+            sets.setdefault(key, []).append(number)
+    of_sets: list[list[tuple[frozenset[int], list[int]]]] = []
+    for (to, *_), numbers in sets.items():
+        of_sets.append([(to, [])])
         size = 0
         for number in numbers:
-            if chosen and size + int(sums[number]) > most:
-                yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most)
-                chosen, size = [], 0
-            chosen.append(number)
+            if of_sets[-1][-1][1] and size + int(sums[number]) > most:
+                of_sets[-1].append((to, []))
+                size = 0
+            of_sets[-1][-1][1].append(number)
             size += int(sums[number])
+    rounds = zip_longest(*of_sets) if turns else of_sets
+    for to, chosen in (one for listed in rounds for one in listed if one is not None):
         yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most)
 
 

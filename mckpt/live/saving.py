@@ -36,6 +36,7 @@ from mckpt.execute.files import lay_out
 from mckpt.execute.piecewise import Batches
 from mckpt.execute.ranks import Ranks
 from mckpt.live.adapters import chosen, without_values
+from mckpt.live.gathering import GatheredFiles, gathered_files
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import Described, adapter_of, collected, ranks_of, release, stated
 from mckpt.live.optimizer import LiveOptimizer, apart
@@ -135,14 +136,15 @@ def save(
 
     plan = own_result(planned)
     own_result(lambda: _ready(memory))
+    whole = None if wanted is not model else gathered_files(plan, model, memory, how)
     if background:
-        own_result(copy.fill)
+        own_result(copy.fill if whole is None else whole.hold)
         pool = ThreadPoolExecutor(1, "mckpt-live")
-        found = pool.submit(_write, plan, how, copy, _group())
+        found = pool.submit(_write, plan, how, copy, whole, _group())
         pool.shutdown(wait=False)
         return found
     done: Future[dict[str, Any]] = Future()
-    done.set_result(_write(plan, how, copy, None))
+    done.set_result(_write(plan, how, copy, whole, None))
     return done
 
 
@@ -316,15 +318,18 @@ def _ready(memory: Memory) -> None:
         torch.cuda.synchronize(memory.device)
 
 
-def _write(plan: Plan, how: RunSettings, copy: _HostCopy, group: Any) -> dict[str, Any]:
+def _write(
+    plan: Plan, how: RunSettings, copy: _HostCopy, whole: GatheredFiles | None, group: Any
+) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: this rank's weights, which is closed at the end. group: through which the
+    copy: this rank's weights, which is closed at the end. whole: writes the tensors that are not
+    carried from files. group: through which the
     ranks speak, and which is ended too; None is the default group.
     """
     rank, _ = rank_and_world()
     try:
-        write = partial(_moved, plan, how, copy, group)
+        write = partial(_moved, plan, how, copy, whole, group)
         publisher: Once | None = None
         with ExitStack() as stack:
 
@@ -351,7 +356,14 @@ def _write(plan: Plan, how: RunSettings, copy: _HostCopy, group: Any) -> dict[st
             dist.destroy_process_group(group)
 
 
-def _moved(plan: Plan, how: RunSettings, copy: _HostCopy, group: Any, data: Path) -> list[str]:
+def _moved(
+    plan: Plan,
+    how: RunSettings,
+    copy: _HostCopy,
+    whole: GatheredFiles | None,
+    group: Any,
+    data: Path,
+) -> list[str]:
     """Writes this rank's elements into the files of the plan, and completes every `world`-th file.
     Returns the checksums of all files.
     """
@@ -366,7 +378,10 @@ def _moved(plan: Plan, how: RunSettings, copy: _HostCopy, group: Any, data: Path
     batches = Batches(plan.transfer, data, how.copying())
 
     def move() -> list[list[Range]]:
-        for first, end in copy.portions():
+        if whole is not None:
+            whole.write(batches)
+            batches.do(copies[carried], lambda: None)
+        for first, end in copy.portions() if whole is None else ():
             inside = (places >= first) & (places < end)
             batches.do(copies[inside], lambda: None)
         batches.sync()

@@ -180,10 +180,38 @@ class Sync:
     @classmethod
     def of_factors(cls, memory: Memory, adapter: AdapterCheckpoint, to: To = None) -> Sync:
         """Returns what gathers the factors of the adapters of a live model."""
+        return cls._bare(memory, adapter, TargetOptions(formats.HUGGING_FACE), None, to, True)
+
+    @classmethod
+    def of_files(
+        cls,
+        memory: Memory,
+        model: Checkpoint,
+        target: TargetOptions,
+        most: int,
+        to: To,
+        allow_overflow: bool,
+    ) -> Sync:
+        """Returns what gathers slices of the tensors of a live model for the ranks that write them,
+        file beside file.
+        """
+        return cls._bare(memory, model, target, most, to, allow_overflow, slices=True)
+
+    @classmethod
+    def _bare(
+        cls,
+        memory: Memory,
+        model: Checkpoint,
+        target: TargetOptions,
+        most: int | None,
+        to: To,
+        allow_overflow: bool,
+        slices: bool = False,
+    ) -> Sync:
         found = cls.__new__(cls)
-        found.memory, found.slices, found.scheme, found.snapshot = memory, False, None, False
-        found.allow_overflow, found._factors, found._group = True, None, None
-        found._make(adapter, TargetOptions(formats.HUGGING_FACE), None, to)
+        found.memory, found.slices, found.scheme, found.snapshot = memory, slices, None, False
+        found.allow_overflow, found._factors, found._group = allow_overflow, None, None
+        found._make(model, target, most, to, turns=slices)
         return found
 
     def _make(
@@ -193,6 +221,7 @@ class Sync:
         most: int | None,
         to: To | Mapping[int, Boxes],
         delta: Literal["host", "device"] | None = None,
+        turns: bool = False,
     ) -> None:
         """Makes the plan. The arguments are those of `plan`."""
         self.rank, self.world = rank_and_world(self._group)
@@ -202,7 +231,7 @@ class Sync:
             links = own_result(lambda: plan_boxes(model, target, most, to, ranks), Links.digest)
             self._of_rank, made = links.of, links.of(self.rank, all_transfers=True)
         else:
-            args = target, most, to, self.slices, self.world, self.rank, delta is not None
+            args = target, most, to, self.slices, self.world, self.rank, delta is not None, turns
             made = own_result(lambda: plan(model, *args), _digest)
         assert self.memory is not None
         self._adopt(made, self.memory.device, bool(target.quantize))
