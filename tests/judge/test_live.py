@@ -263,6 +263,7 @@ def hands(work: Path, tiny_model: TinyModel) -> dict[str, Any]:
         ("released", "linear_qkv.weight: its elements are not in memory"),
         ("released load", "linear_qkv.weight: its elements are not in memory"),
         ("released save", "linear_qkv.weight: its elements are not in memory"),
+        *[(f"full {i}", "no space left\nThis is the error of rank 1.") for i in (0, 1)],
     ],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(
@@ -276,7 +277,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(
 def test_moved_weights_snapshots_and_other_threads_give_the_right_values(
     hands: dict[str, Any],
 ) -> None:
-    assert len(hands["wrong"]) == 4
+    assert len(hands["wrong"]) == 6
     assert not any(hands["wrong"].values()), hands["wrong"]
 
 
