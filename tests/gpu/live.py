@@ -25,7 +25,7 @@ import mckpt  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 
 WORLD = 2
-PARTS = ("differs", "exported", "wrong")  # of a result, with what is wrong
+PARTS = ("differs", "exported", "wrong", "after")  # of a result, with what is wrong
 # with pp 2 the embedding is tied over two ranks; with tp 1 and ep 1 both ranks are replicas
 CASES: tuple[tuple[str, dict[str, int]], ...] = (
     ("qwen3", {"tp": 2}),
@@ -47,6 +47,8 @@ EXTRA: dict[str, dict[str, Any]] = {
     "trains": {"trains": True},
     "hands": {"hands": True},
 }
+# shares of the elements that change, whose deltas must make the tensors of a whole Sync
+DELTAS: dict[str, dict[str, int]] = {"qwen3": {"tp": 2}, "qwen3-moe": {"ep": 2, "etp": 1}}
 # updates of tests/helpers/rl_cases.py, in which a process beside the ranks opens handles of CUDA
 # IPC, and by how much their tensors are multiplied
 RECEIVED = {"slime": 2, "verl0": 1, "verl1": 1, "nemo_rl": 1, "skyrl": 1}
@@ -66,6 +68,9 @@ def main(work: Path) -> int:
     for name, more in extra.items():
         one = {**case_of(work, "qwen3", {"tp": 2}), **more, "name": name, "saves": []}
         cases.append({**one, "loads": one["loads"][:1], "sources": sources})
+    for case, size in DELTAS.items():
+        one = {**case_of(work, case, size), "deltas": [0, 0.02, 0.1, 1], "times": 2, "saves": []}
+        cases.insert(0, {**one, "name": f"{case}-deltas"})
     out = work / "results"
     out.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))

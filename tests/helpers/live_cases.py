@@ -197,10 +197,9 @@ def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
     sync = live.Sync(chunks, like=like, delta="host", **options)
     wrong: dict[str, list[str]] = {}
     sent: dict[str, list[int]] = {}
-    right = on_the_host(whole())
-    engine = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in whole()}
     version = live.apply_delta(engine, sync(), 0)
-    wrong["first"] = unlike(engine, right)
+    wrong["first"] = unlike(on_the_host(engine.items()), on_the_host(whole()))
     for number in range(case["times"]):
         for share in case["deltas"]:
             change(chunks, share, number)
@@ -211,7 +210,7 @@ def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
             with counted_bytes() as some:
                 version = live.apply_delta(engine, deltas, version)
             assert version == before + 1
-            wrong[f"{number} {share}"] = unlike(engine, right)
+            wrong[f"{number} {share}"] = unlike(on_the_host(engine.items()), right)
             sent[str(share)] = [some[0], full[0]]
     return {"wrong": wrong, "sent": sent, **delta_faults(chunks, like)}
 
@@ -256,9 +255,9 @@ def counted_bytes() -> Iterator[list[int]]:
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
-        every = torch.tensor(total)
-        dist.all_reduce(every)
-        total[0] = int(every)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, total[0])
+        total[0] = sum(every)
 
 
 def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
@@ -310,7 +309,7 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
         if name == "unfit":
             kept.held = held
         version = live.apply_delta(engine, sync(), version)
-        wrong[name] = unlike(engine, on_the_host(whole()))
+        wrong[name] = unlike(on_the_host(engine.items()), on_the_host(whole()))
     return {"errors": errors, "seconds": seconds, "after": wrong}
 
 
