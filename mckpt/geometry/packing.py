@@ -144,6 +144,16 @@ def swapped(shapes: Sequence[Shape], groups: int) -> Packed:
 
 
 def halved(shapes: Sequence[Shape], groups: int) -> Packed:
+    return _halves(shapes, groups, lambda half, g, rows: (half * groups + g) * rows, 1)
+
+
+def paired(shapes: Sequence[Shape], groups: int) -> Packed:
+    return _halves(shapes, groups, lambda half, g, rows: 2 * g * rows + half, 2)
+
+
+def _halves(
+    shapes: Sequence[Shape], groups: int, row: Callable[[int, int, int], int], step: int
+) -> Packed:
     (shape,) = shapes
     if shape[0] % (2 * groups):
         raise PackingError(f"{list(shape)} does not fall into {groups} groups of two halves")
@@ -153,26 +163,11 @@ def halved(shapes: Sequence[Shape], groups: int) -> Packed:
         Placed(
             0,
             Box(((2 * g + half) * rows, *zeros), (rows, *rest)),
-            ((half * groups + g) * rows, *zeros),
+            (row(half, g, rows), *zeros),
+            step,
         )
         for half in range(2)
         for g in range(groups)
-    ]
-    return Packed(shape, tuple(placed), (shape[0],))
-
-
-def paired(shapes: Sequence[Shape], groups: int) -> Packed:
-    (shape,) = shapes
-    if shape[0] % (2 * groups):
-        raise PackingError(f"{list(shape)} does not fall into {groups} groups of two halves")
-    rows, rest = shape[0] // (2 * groups), shape[1:]
-    zeros = (0,) * len(rest)
-    placed = [
-        Placed(
-            0, Box(((2 * g + half) * rows, *zeros), (rows, *rest)), (2 * g * rows + half, *zeros), 2
-        )
-        for g in range(groups)
-        for half in range(2)
     ]
     return Packed(shape, tuple(placed), (shape[0],))
 
