@@ -83,7 +83,10 @@ def live(
     return given | {"saved": saved, "lora": wrapped, "impl": impl, "world": WORLD, **sizes, **more}
 
 
-@pytest.mark.parametrize("case", CASES)
+# "dense" has the sizes and kinds of the others
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "dense")) for c in CASES]
+)
 def test_a_wrapped_model_goes_the_way_of_files(
     case: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:

@@ -105,7 +105,7 @@ def results(place: Path) -> dict[str, dict[str, Any]]:
         theirs = str(place / f"saved-{saved}")
         add(name, training, sizes, options, theirs=theirs, saves=saves)
     for name, (source, options, _) in REFUSED.items():
-        more = {"refused": name, "source": str(place / source)}
+        more = {"refused": name, "source": str(place / source), "world": 2}
         add(name, "dense", {"tp": 2}, options, **more)
     return judge(cases, place / "results")
 
