@@ -748,7 +748,8 @@ def test_other_schemes_are_refused():
 
 RANKS = """
 from mckpt.conversion import store_journal as j, to_store as t
-t.GROUP, j.BEAT_S, j.DEAD_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
+from mckpt.execute import ranks as r
+t.GROUP, j.BEAT_S, j.DEAD_S, j.LIVE_S, r.LOOK_S, t.LOOK_S = 1, 0.2, 3.0, 1.0, 0.5, 0.5
 """
 DIES = RANKS + "import os; t.StorePublisher._send = lambda *a: os._exit(9)"
 
@@ -783,7 +784,7 @@ def test_ranks_share_a_run_through_the_store_alone(server, bucket, fetched, loca
 
 
 def test_a_slow_rank_is_not_taken_for_dead(server, bucket, fetched, local):
-    server.set(Fault("PUT", r"mp_rank_01_001", "slow", 1, seconds=6))
+    server.set(Fault("PUT", r"mp_rank_01_001", "slow", 1, seconds=4.5))
     found = ranks(bucket, RANKS, RANKS)
     assert [one.returncode for one in found] == [0, 0], found
     assert "rank 0 does its share" not in found[0].stderr
@@ -853,7 +854,7 @@ def test_ranks_end_well_if_the_output_of_a_touched_source_is_there(server, bucke
     server.put(bucket, SRC, "hf/")
     slow = (
         "import time; from mckpt.conversion import done; differing = done.differing\n"
-        "done.differing = lambda *a: time.sleep(9) or differing(*a)"
+        "done.differing = lambda *a: time.sleep(4) or differing(*a)"
     )
     found = ranks(bucket, f"{RANKS}{slow}", RANKS)
     assert [one.returncode for one in found] == [0, 0], found
@@ -862,7 +863,7 @@ def test_ranks_end_well_if_the_output_of_a_touched_source_is_there(server, bucke
 def test_a_rank_that_waits_lists_the_store_now_and_then(server, bucket):
     """The listing of a large destination takes seconds."""
     server.set()
-    waits = "from mckpt.execute import ranks; ranks.START_S = 5.0"
+    waits = "r.START_S, r.LOOK_S, t.LOOK_S = 5.0, 3.0, 3.0"
     found = ranks(bucket, "import os; os._exit(0)", f"{RANKS}{waits}")
     assert "rank 0 has not begun" in found[1].stderr, found
     lists = [one for one in server.control()["log"] if "list-type" in one]
