@@ -61,7 +61,8 @@ def use_session(patch: pytest.MonkeyPatch, sequence_parallel: bool = False) -> N
         show: bool = False,
     ) -> None:
         if show:
-            return start(module, job, directory, device, num_ranks, show)
+            start(module, job, directory, device, num_ranks, show)
+            return
         assert device == "cpu"
         path = directory / f"{module.rpartition('.')[2]}.job.json"
         path.write_text(json.dumps(job))

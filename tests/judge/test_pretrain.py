@@ -4,9 +4,7 @@ load of a conversion gives.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +15,7 @@ if not (find_spec("megatron.core") and find_spec("megatron.training")):
     pytest.skip("megatron.training is not installed", allow_module_level=True)
 
 import mckpt
+from tests.helpers.judging import session
 from tests.helpers.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
@@ -37,12 +36,11 @@ def run(out: Path, converted: Path, *program: str, more: tuple[str, ...] = ()) -
     out.mkdir()
     line = f'. {converted}/megatron_args.sh; printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]
-    command += [*found.stdout.splitlines(), *RUN.split(), "--save", str(out), *more]
-    environ = {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [(out / f"{rank}.pt").read_bytes() for rank in range(2)]
+    line = [*program, *found.stdout.splitlines(), *RUN.split(), "--save", str(out), *more]
+    log = session("pretraining").launch([{"program": line}], 2, out, 300)
+    written = [out / f"{rank}.pt" for rank in range(2)]
+    assert all(path.exists() for path in written), log
+    return [path.read_bytes() for path in written]
 
 
 def test_a_run_begins_with_the_weights_of_the_source(work: Path, tiny_model: TinyModel) -> None:
