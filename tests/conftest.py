@@ -35,7 +35,14 @@ hypothesis.settings.load_profile("without a deadline")
 # one mostly wait.
 LONG = [
     *("test_ranks.py", "test_optimizer.py", "test_verify.py", "test_family_models.py"),
-    *("test_megatron.py", "test_verify_runs.py", "test_docs.py", "test_round_trips.py"),
+    *("test_live.py", "test_megatron.py", "test_docs.py", "test_round_trips.py", "test_stores.py"),
+]
+# The processes that have imported the stock trainer (tests/helpers/judging.py) start after those of
+# the other judges have ended.
+STOCK = [
+    *("test_stock.py", "test_linear_models.py", "test_fsdp_stock.py", "test_hybrid_stock.py"),
+    *("test_stacks.py", "test_multi_token.py", "test_stock_optimizer.py"),
+    "test_pretrain.py",
 ]
 
 
@@ -44,11 +51,12 @@ NEWEST = [0, 18]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files of LONG first. Older releases of megatron-core skip the tests for which one
-    release is enough, unless JUDGED asks for the results of all.
+    """Puts the files of LONG first, and those of STOCK last. Older releases of megatron-core skip
+    the tests for which one release is enough, unless JUDGED asks for the results of all.
     """
-    first = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: first.get(item.path.name, len(first)))
+    order = [*LONG, "", *STOCK]
+    place = {name: number for number, name in enumerate(order)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
     installed = [int(part) for part in version("megatron-core").split(".")[:2]]
     if installed < NEWEST and "JUDGED" not in os.environ:
         skip = pytest.mark.skip(reason="CI runs this under Python 3.12, with the newest release")

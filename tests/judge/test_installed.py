@@ -29,8 +29,6 @@ from tests.helpers.commands import run
 from tests.helpers.lazy import torch
 from tests.helpers.tiny import STANDS_FOR
 
-pytestmark = pytest.mark.judge
-
 # Inert keys of single families that a class of transformers reads, and why they change nothing.
 READ = {
     "attention_softmax_in_fp32, scale_attention_softmax_in_fp32": "the precision of a softmax",
@@ -66,6 +64,7 @@ READ = {
 }
 
 
+@pytest.mark.judge
 def test_the_installed_megatron_core_gives_the_same_placement() -> None:
     """The installed megatron-core gives the answers of the rows. It accepts some sizes that
     validate_args has already refused.
@@ -82,6 +81,7 @@ def test_the_installed_megatron_core_gives_the_same_placement() -> None:
     assert not apart
 
 
+@pytest.mark.judge
 def test_every_arg_of_the_installed_megatron_is_known() -> None:
     """A new version's fields are carried by a dialect, refused by it away from one value
     (`expect`), or listed in mappings/inert_args.yaml with the reason why they change nothing.
@@ -198,6 +198,7 @@ def unlisted(file: MappingFile, names: set[str]) -> list[str]:
     return sorted(n for n in names - known if not is_listed(n))
 
 
+@pytest.mark.judge
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs megatron-core 0.19")
 def test_megatron_core_deals_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.optimizer import layer_wise_optimizer

@@ -16,7 +16,7 @@ from mckpt.formats.base import Names
 from mckpt.formats.megatron.optimizer.buckets import bucket_step, optimizers, rounded
 from mckpt.geometry.parallel import Parallel
 from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3, TE
-from tests.helpers.judging import ask
+from tests.helpers.judging import ask_all
 
 pytestmark = pytest.mark.judge
 
@@ -48,8 +48,10 @@ def cases(te: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("te", [False, True])
 def test_every_parameter_is_where_megatron_core_keeps_it(te: bool) -> None:
-    for case in cases(te):
-        compare(case, ask("buckets", te=te, **case)["buffers"])
+    listed = cases(te)
+    found = ask_all([{"kind": "buckets", **case} for case in listed], te)
+    for case, result in zip(listed, found, strict=True):
+        compare(case, result["buffers"])
 
 
 def compare(case: dict[str, Any], real: list[Any]) -> None:
