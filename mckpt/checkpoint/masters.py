@@ -133,9 +133,22 @@ def fit(weights: Layout, states: Layout, half: bool) -> bool:
 
     half: the master copies were kept in fp16.
     """
-    reader = Reader(joined(weights, states))
+    reader = Reader(as_stored(joined(weights, states)))
     names = [name for name in reader if not is_state(name) and f"{name}@{MASTER}" in reader]
     return all(apart(reader, name, half, 1) is None for name in names)
+
+
+def as_stored(layout: Layout) -> Layout:
+    """Returns a layout whose values are those in the files. Where these are shifted, a master copy
+    and its weight need not round to the same number after the shift.
+    """
+    stored = [
+        replace(s, pieces=tuple(p._replace(offset=0.0) for p in s.pieces))
+        if any(p.offset for p in s.pieces)
+        else s
+        for s in layout.stored
+    ]
+    return replace(layout, stored=stored)
 
 
 def apart(
@@ -143,6 +156,7 @@ def apart(
 ) -> str | None:
     """Returns how many elements of a weight differ from its rounded master copy; None if none.
 
+    source: the tensors of a layout that is `as_stored`.
     half: the master copies were kept in fp16, so that they may differ by its rounding.
     most: compares that many rows only; None: all.
     """

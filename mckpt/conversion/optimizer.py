@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.logical import Reader
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format, Names
 from mckpt.formats.megatron.optimizer import (
@@ -156,7 +157,7 @@ def prove(source: Checkpoint, look: bool = True, share: slice = slice(None)) -> 
     if look:
         from concurrent.futures import ThreadPoolExecutor
 
-        compare = partial(masters.apart, source, half=half)
+        compare = partial(masters.apart, Reader(masters.as_stored(source.layout)), half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             apart = [text for text in pool.map(compare, with_master[share]) if text]
         args = source.args or {}

@@ -17,6 +17,7 @@ import yaml
 from mckpt import mapping
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.logical import Reader
 from mckpt.conversion.optimizer import prove
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
@@ -31,7 +32,7 @@ from mckpt.formats.megatron.optimizer.state import (
     scalers_of,
     unkept,
 )
-from mckpt.geometry.box import range_boxes
+from mckpt.geometry.box import Box, Layout, Piece, Stored, range_boxes
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.registration import Registration
 from mckpt.trainer.optimizer_order import same_order
@@ -265,6 +266,21 @@ def test_master_copies_in_fp16_are_near_their_weight_and_no_other(dtype: str) ->
     infinite = other.astype(kind)
     infinite[0, 0] = np.inf
     assert apart(matrix, infinite) is not None
+
+
+def test_master_copies_are_compared_as_they_are_stored(tmp_path: Path) -> None:
+    """With 1 added, some weights and their master copies round to two numbers."""
+    master = np.random.default_rng(0).normal(0, 0.05, 64).astype("f4")
+    weight, path = master.astype(numpy_dtype("bfloat16")), tmp_path / "values"
+    path.write_bytes(weight.tobytes() + master.tobytes())
+    stored = [
+        Stored(name, dtype, (64,), (Piece(name, Box((0,), (64,)), 0, (1,), -1.0),), *where)
+        for name, dtype, at in (("w", "bfloat16", 0), ("w@master", "float32", weight.nbytes))
+        for where in [np.array([[0], [0], [0], [at]])]
+    ]
+    layout = Layout([str(path)], stored, {"w": (64,), "w@master": (64,)})
+    assert masters.apart(Reader(layout), "w", half=False) is not None
+    assert masters.apart(Reader(masters.as_stored(layout)), "w", half=False) is None
 
 
 def test_ranks_without_experts_have_one_optimizer_in_old_releases(tmp_path: Path) -> None:
