@@ -224,6 +224,18 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns whether an edit makes a model of another family."""
         return self.merging is not None and self.family is not self.model.family
 
+    @cached_property
+    def undescribed(self) -> bool:
+        """Returns whether an edit makes a model that no config.json describes: no family has it, or
+        that of the source lacks a value, such as a tied output layer. Layers of multi-token
+        prediction alone may be lacking.
+        """
+        before, after = self.model.family, self.family
+        if before is None or after is None or not self.edited:
+            return self.changes_family and after is None
+        lost = after.inexact(self.dims).keys() - before.inexact(self.model.dims).keys()
+        return bool(lost - {"mtp_layers"})
+
     @property
     def edited(self) -> list[str]:
         """Returns the names of the dims that edits have changed."""

@@ -412,15 +412,18 @@ def _parallel(
 ) -> Parallel:
     """Returns the target's sizes, with the pipeline's stages as the dialect's args state them.
 
-    If the dialect changes and the stages do not, each of them keeps its layers.
+    If the dialect changes and the stages do not, each of them keeps its layers. Stages of one size
+    stay so after an edit of the layers.
     """
     parallel, mtp = target.parallel, dims["mtp_layers"]
     parallel.check(dims["num_experts"])
     count = dialect.num_numbers(dims)
     own = count
-    same_layers = "layer_parts" not in source.edited
-    if source.is_megatron and same_layers and parallel.is_split_as(source.parallel):
-        own = source.mapping.num_numbers(dims)
+    if source.is_megatron and parallel.is_split_as(source.parallel):
+        if "layer_parts" not in source.edited:
+            own = source.mapping.num_numbers(dims)
+        elif len({*(parallel.stage_sizes or ())}) == 1:
+            parallel = replace(parallel, stage_sizes=None)
     sizes = parallel.split(own, mtp)
     if any(n * count % own for n in sizes):
         raise UsageError(
@@ -663,8 +666,8 @@ def _tokenizer(source: Checkpoint) -> dict[str, Path | bytes]:
     model that has no DST/hf for them: name in the target -> path.
     """
     root = source.files.tokenizer_directory
-    if root is None and source.changes_family and source.family is None:
-        root = source.files.side_directory  # no config.json can describe the model
+    if root is None and source.undescribed:
+        root = source.files.side_directory
     files: dict[str, Path | bytes] = {}
     if root is not None:
         files = {name: root / name for name in side_files(root).kept}
@@ -675,9 +678,9 @@ def _tokenizer(source: Checkpoint) -> dict[str, Path | bytes]:
 
 def _side_root(source: Checkpoint) -> Path | None:
     """Returns the directory whose Hugging Face files go to DST/hf; None if there is none, or if no
-    family has an edited model.
+    config.json describes an edited model.
     """
-    if source.changes_family and source.family is None:
+    if source.undescribed:
         return None
     root = source.files.side_directory
     if root is None and (

@@ -593,24 +593,28 @@ class MappingFile(Struct, frozen=True):
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
     ) -> list[str]:
         """Returns those of the `changed` dims that `restate` needs: whose keys the config has, and
-        those that would be others without it. A dim whose default depends on a changed one, such as
-        the width of a head, is needed too where the default would be another value now.
+        those that would be others without it. A dim whose value in the config or whose default
+        depends on a changed one is needed too where it would be another now: the width of a head,
+        or that of shared experts, which some configs count in experts.
         """
         found = set(changed)
         stated = [name for name in changed if self.keys_of(name, config)]
+        others = {name: dim for name, dim in self.dims.items() if dim.keys and name not in found}
+        read = [name for name, dim in others.items() if dim.read and dim.read.names & found]
         implied = [
             name
-            for name, dim in self.dims.items()
-            if dim.keys and dim.default and dim.default.names & found and name not in found
+            for name, dim in others.items()
+            if dim.default and dim.default.names & found and name not in read
         ]
         known = {"vocab_size": dims["vocab_size"]}
         try:
             again = self.read(self.restate(config, dims, stated), known)
         except MappingError:
-            return [*changed, *(name for name in implied if not self.keys_of(name, config))]
+            new = (name for name in implied if not self.keys_of(name, config))
+            return [*changed, *read, *new]
         return stated + [
             name
-            for name in (*changed, *implied)
+            for name in (*changed, *read, *implied)
             if name not in stated and not equal(again.get(name), dims[name])
         ]
 
