@@ -12,8 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import mckpt
-from mckpt.errors import MckptError
-from mckpt.geometry.parallel import Parallel
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
 
@@ -83,43 +81,6 @@ def same(found: Path, expected: Tensors) -> None:
     assert stored.keys() == expected.keys(), sorted(stored.keys() ^ expected.keys())[:4]
     for name, tensor in expected.items():
         assert stored[name].tobytes() == np.ascontiguousarray(tensor).tobytes(), name
-
-
-# dense and tied, experts, latent attention with multi-token prediction, a hybrid, gated delta nets
-CASES = ("qwen3-tied", "qwen3-moe", "deepseek-v3", "bamba", "qwen3_next")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_layers_are_kept_repeated_and_silenced(case: str, tmp_path: Path) -> None:
-    source = made(case, tmp_path)
-    tensors = load_file(source / "model.safetensors")
-    count = mckpt.open(source).dims["num_layers"]
-    dist = tmp_path / "dist"
-    experts = bool(mckpt.open(source).dims["num_experts"])
-    mckpt.convert(source, dist, parallel=Parallel(tp=2, ep=2 if experts else 1, etp=1))
-    every = list(range(count))
-    cases = {
-        f"drop: {count - 1}": [(n, False) for n in every[:-1]],
-        "keep: [0, 1]": [(0, False), (1, False)],
-        f"order: [0-{count - 1}, 1-1]": [*((n, False) for n in every), (1, False)],
-        "silent_after: [0, 1]": [
-            *((0, False), (0, True), (1, False), (1, True)),
-            *((n, False) for n in every[2:]),
-        ],
-    }
-    for number, (what, order) in enumerate(cases.items()):
-        recipe = written(f"- layers: {{{what}}}\n", tmp_path)
-        expected = with_layers(tensors, order, count)
-        out, megatron = tmp_path / f"hf{number}", tmp_path / f"megatron{number}"
-        good("edit", source, out, "--recipe", recipe)
-        same(out, expected)
-        good("edit", dist, megatron, "--recipe", recipe, "--tp", 1)
-        assert not mckpt.diff(out, megatron)
-        described = mckpt.open(megatron)
-        assert described.dims["num_layers"] == len(order)
-        assert mckpt.check(megatron).verdict == "sound"
-        text = json.loads((out / "config.json").read_text())
-        assert text["num_hidden_layers"] == len(order)
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "qwen3-moe"])
@@ -227,16 +188,6 @@ def test_rows_of_tokens_in_use_are_not_left_out(tmp_path: Path) -> None:
     good("edit", source, out, "--recipe", written(f"- vocab: {{size: {last + 1}}}", tmp_path))
 
 
-def test_models_that_an_edit_does_not_know_are_refused(tmp_path: Path) -> None:
-    latent = made("deepseek-v3", tmp_path)
-    for recipe, words in (
-        ("- kv_heads: {times: 2}", "without such heads in each layer"),
-        ("- untie", "has an output layer of its own"),
-    ):
-        with pytest.raises(MckptError, match=words):
-            mckpt.edit(latent, tmp_path / "out", written(recipe, tmp_path))
-
-
 def mean_heads(tensor: np.ndarray, num: int, width: int) -> np.ndarray:
     """Returns the mean of each group of `num` neighbouring heads, in float32."""
     heads = tensor.astype("f4").reshape(-1, num, width, *tensor.shape[1:])
@@ -269,22 +220,6 @@ def test_fewer_heads_are_the_means_of_their_neighbours(case: str, tmp_path: Path
     assert mckpt.open(megatron).dims["num_query_groups"] == mean
 
 
-def test_means_of_heads_with_the_optimizer(tmp_path: Path) -> None:
-    source = tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "source")
-    recipe, out = written("- kv_heads: {mean: 1}\n", tmp_path), tmp_path / "out"
-    mckpt.edit(source, out, recipe, format="torch_dist", tp=1, pp=2)
-    before, after = (mckpt.open(path).with_optimizer() for path in (source, out))
-    assert before.keys() == after.keys()
-    for name in after:
-        values, wanted = after[name][:].numpy(), before[name][:].numpy()
-        weight, _, kind = name.partition("@")
-        if re.search(r"attn\.[kv]\.weight", name):
-            held = wanted if kind else before[f"{weight}@master"][:].numpy()
-            wanted = mean_heads(held, 2, 8).astype(wanted.dtype)
-        assert values.tobytes() == wanted.tobytes(), name
-    assert mckpt.check(out).verdict == "sound"
-
-
 def test_an_output_layer_that_equals_the_embedding_is_tied(tmp_path: Path) -> None:
     source = made("qwen3-tied", tmp_path)
     tensors = load_file(source / "model.safetensors")
@@ -307,32 +242,6 @@ def test_an_output_layer_that_equals_the_embedding_is_tied(tmp_path: Path) -> No
     tiny.write_weights(untied, held)
     (untied / "mckpt.json").unlink()
     refused(2, "tie: 2 of 197 rows", args=("edit", untied, tmp_path / "no", "--recipe", recipe))
-
-
-def test_states_of_the_embedding_follow_when_it_is_tied_and_untied(tmp_path: Path) -> None:
-    source, plain = (
-        tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "a"),
-        tmp_path / "b",
-    )
-    mckpt.convert(source, plain, format="hf")
-    held = load_file(plain / "model.safetensors")
-    tiny.write_weights(plain, {**held, "lm_head.weight": held["model.embed_tokens.weight"]})
-    (plain / "mckpt.json").unlink()
-    out = tmp_path / "out"
-    refused(2, "of 64 rows", args=("edit", source, out, "--recipe", written("- tie", tmp_path)))
-    recipe = written(f"- graft: {{from: {plain}, take: head}}\n- tie\n", tmp_path)
-    mckpt.edit(source, out, recipe, format="torch_dist", tp=1, pp=2)
-    before, after = (mckpt.open(path).with_optimizer() for path in (source, out))
-    assert before.keys() - after.keys() == {n for n in before if n.startswith("lm_head.")}
-    for name in after:
-        assert after[name][:].numpy().tobytes() == before[name][:].numpy().tobytes(), name
-    assert mckpt.check(out).verdict == "sound"
-    mckpt.edit(out, tmp_path / "untied", ["untie"], tp=2, pp=1)
-    untied = mckpt.open(tmp_path / "untied").with_optimizer()
-    assert untied.keys() == before.keys()  # with the states of the output layer
-    for name in untied:
-        wanted = after[name.replace("lm_head.", "embed.")][:].numpy()
-        assert untied[name][:].numpy().tobytes() == wanted.tobytes(), name
 
 
 def test_edits_need_no_file(tmp_path: Path) -> None:

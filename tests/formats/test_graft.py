@@ -270,36 +270,6 @@ def test_norms_that_are_stored_less_1_are_0(tiny_model: tiny.TinyModel, tmp_path
     assert made[f"layers.{count}.attn.o.weight"].tobytes() == one.tobytes()
 
 
-def test_a_new_layer_has_the_states_of_an_optimizer(tmp_path: Path) -> None:
-    src = tiny.unpack("optimizer/fully_sharded_model_space", tmp_path / "src")
-    recipe, out = written("- mtp: {add: 1}\n", tmp_path), tmp_path / "out"
-    mckpt.edit(src, out, recipe, format="torch_dist", tp=1, pp=2)
-    before, after = states(src), states(out)
-    new = {name for name in after if name.startswith("layers.2.")}
-    assert after.keys() - new == before.keys()
-    kinds = {name.partition("@")[2] for name in new}
-    assert kinds == {"", "master", "exp_avg", "exp_avg_sq"}
-    width = len(before["final_norm.weight"])
-    made = {
-        "mtp.embed_norm.weight": np.ones(width),
-        "mtp.hidden_norm.weight": np.ones(width),
-        "mtp.proj.weight": np.eye(width, 2 * width, width),
-    }
-    for name, values in after.items():
-        weight, _, kind = name.partition("@")
-        rest = weight.removeprefix("layers.2.")
-        if name not in new:
-            wanted = before[name]
-        elif rest in made:
-            wanted = (made[rest] * (not kind.startswith("exp"))).astype(values.dtype)
-        elif rest == "mtp.norm.weight":
-            wanted = before[name.replace(weight, "final_norm.weight")]
-        else:
-            wanted = before[name.replace("layers.2.", "layers.1.")]
-        assert values.tobytes() == wanted.tobytes(), name
-    assert mckpt.check(out).verdict == "sound"
-
-
 @pytest.mark.parametrize(
     ("case", "recipe", "words"),
     [
