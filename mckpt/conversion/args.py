@@ -107,6 +107,8 @@ def _new_args(decided: Decided) -> dict[str, Any]:
     """Returns the args that the dialect writes from the dims, and the parallel sizes."""
     dims = {**decided.names.dims, "vocab_size": true_vocab(decided.source)}
     written = decided.names.mapping.write(dims, given_of(decided))
+    if decided.optimizer and "no_save_optim" in written:
+        written["no_save_optim"] = False  # else Megatron does not load it
     return {**written, **decided.target.parallel.args()}
 
 

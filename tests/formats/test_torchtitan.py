@@ -71,6 +71,7 @@ def test_states_go_into_a_megatron_optimizer(saved: Path, tmp_path: Path) -> Non
     own = Checkpoint.open(tmp_path / "run", SourceOptions(like=str(hf)))
     assert own.files.iteration == 10 and own.optimizer is not None
     assert own.optimizer.form == "fully_reshardable"
+    assert own.args and own.args["no_save_optim"] is False  # else Megatron loads no state
     groups = own.optimizer.groups[0]
     assert [(g["wd_mult"], g["weight_decay"]) for g in groups] == [(1.0, 0.1), (0.0, 0.0)]
     assert {(g["step"], g["lr"], g["max_lr"], g["betas"]) for g in groups} == {

@@ -186,7 +186,7 @@ def run_rank(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     left_out = SAVED * bool(case.get("steps")) + LOADED * bool(case.get("resume"))
     run_flags = [*RUN, *case.get("optimizer", NO_OPTIMIZER)]
     run_flags = [flag for flag in run_flags if flag not in left_out]
-    sys.argv = ["pretrain_gpt.py", *case["flags"], *run_flags]
+    sys.argv = ["pretrain_gpt.py", *run_flags, *case["flags"]]
     for flag, directory in (("--load", case.get("checkpoint")), ("--save", case.get("save"))):
         sys.argv += [flag, directory] if directory else []
     args = arguments.parse_args()

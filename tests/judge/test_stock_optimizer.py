@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.training")):
@@ -21,6 +22,8 @@ if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.tra
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron import megatron_args
+from tests.formats import test_torchtitan
+from tests.helpers import fsdp_samples
 from tests.helpers.commands import good
 from tests.helpers.judged_models import DENSE, MOE, QWEN3
 from tests.helpers.judging import ask, explain, judge
@@ -134,3 +137,35 @@ def test_the_stock_trainer_loads_all_of_it(trained: Path, run: Run) -> None:
     fields = [c.opened.common.fields.get(key) for c in (ours, theirs) if c.opened.common]
     if fields[0] is not None:
         assert fields[0]["num_steps"] == fields[1]["num_steps"] > 0
+
+
+def test_a_step_of_torchtitan_goes_on(tmp_path: Path) -> None:
+    """The trainer makes of torchtitan's weights and states what torch's own AdamW makes of them."""
+    import torch
+
+    saved = test_torchtitan.sample("llama", tmp_path)
+    args = ("reshard", saved / "step-10", tmp_path / "run", "--like", saved / "hf")
+    good(*args, "--dtype", "bf16", "--target-format", "torch_dist", "--target-tp", 1)
+    flags = [*flags_of(tmp_path / "run"), *fsdp_samples.FLAGS, *DISTRIBUTED]
+    flags += ["--ckpt-format", "torch_dist", "--weight-decay", "0.1"]
+    flags += ["--override-opt_param-scheduler", "--lr", "3e-4", "--min-lr", "0"]
+    paths = {"checkpoint": tmp_path / "run", "save": tmp_path / "on"}
+    ask("stock", te=True, world=2, flags=flags, resume=True, steps=1, **paths)
+    after = Checkpoint.open(tmp_path / "on").with_optimizer()
+    assert after.optimizer is not None
+    groups = [(g["step"], g["lr"], g["weight_decay"]) for g in after.optimizer.groups[0]]
+    assert groups == [(2, 3e-4, 0.1), (2, 3e-4, 0.0)]
+    model = Checkpoint.open(saved / "hf")
+    for name in model:
+        weight = torch.from_numpy(model[name].numpy().copy()).requires_grad_()
+        adam = torch.optim.AdamW([weight], lr=0.0, weight_decay=0.0)
+        weight.grad = weight.detach() * 3  # as tests/helpers/rank_files.py
+        adam.step()
+        adam.param_groups[0] |= {"lr": 3e-4, "weight_decay": 0.1 * (weight.ndim > 1)}
+        rounded = weight.detach().bfloat16()  # as tests/helpers/fsdp.py
+        weight.grad = ((rounded * 3) + 0.01).float()
+        adam.step()
+        expected = {"master": weight.detach(), **adam.state[weight]}
+        for state in ("master", "exp_avg", "exp_avg_sq"):
+            own = after[f"{name}@{state}"].numpy()
+            np.testing.assert_allclose(own, expected[state].numpy(), rtol=2e-6, atol=1e-9)
