@@ -36,10 +36,10 @@ from mckpt.execute.files import lay_out
 from mckpt.execute.piecewise import Batches
 from mckpt.execute.ranks import Ranks
 from mckpt.live.adapters import chosen, without_values
-from mckpt.live.gathering import GatheredFiles, gathered_files
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import Described, adapter_of, collected, ranks_of, release, stated
 from mckpt.live.optimizer import LiveOptimizer, apart
+from mckpt.live.pieces import Pieces, pieces_of
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.syncing import Sync
 from mckpt.live.together import gathered, own_result, rank_and_world
@@ -136,15 +136,15 @@ def save(
 
     plan = own_result(planned)
     own_result(lambda: _ready(memory))
-    whole = None if wanted is not model else gathered_files(plan, model, memory, how)
+    pieces = None if wanted is not model else pieces_of(plan, model, memory, how)
     if background:
-        own_result(copy.fill if whole is None else whole.hold)
+        own_result(copy.fill if pieces is None else pieces.hold)
         pool = ThreadPoolExecutor(1, "mckpt-live")
-        found = pool.submit(_write, plan, how, copy, whole, _group())
+        found = pool.submit(_write, plan, how, copy, pieces, _group())
         pool.shutdown(wait=False)
         return found
     done: Future[dict[str, Any]] = Future()
-    done.set_result(_write(plan, how, copy, whole, None))
+    done.set_result(_write(plan, how, copy, pieces, None))
     return done
 
 
@@ -319,17 +319,17 @@ def _ready(memory: Memory) -> None:
 
 
 def _write(
-    plan: Plan, how: RunSettings, copy: _HostCopy, whole: GatheredFiles | None, group: Any
+    plan: Plan, how: RunSettings, copy: _HostCopy, pieces: Pieces | None, group: Any
 ) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: this rank's weights, which is closed at the end. whole: writes the tensors that are not
+    copy: this rank's weights, which is closed at the end. pieces: writes what is not
     carried from files. group: through which the
     ranks speak, and which is ended too; None is the default group.
     """
     rank, _ = rank_and_world()
     try:
-        write = partial(_moved, plan, how, copy, whole, group)
+        write = partial(_moved, plan, how, copy, pieces, group)
         publisher: Once | None = None
         with ExitStack() as stack:
 
@@ -360,7 +360,7 @@ def _moved(
     plan: Plan,
     how: RunSettings,
     copy: _HostCopy,
-    whole: GatheredFiles | None,
+    pieces: Pieces | None,
     group: Any,
     data: Path,
 ) -> list[str]:
@@ -378,10 +378,10 @@ def _moved(
     batches = Batches(plan.transfer, data, how.copying())
 
     def move() -> list[list[Range]]:
-        if whole is not None:
-            whole.write(batches)
+        if pieces is not None:
+            pieces.write(batches)
             batches.do(copies[carried], lambda: None)
-        for first, end in copy.portions() if whole is None else ():
+        for first, end in copy.portions() if pieces is None else ():
             inside = (places >= first) & (places < end)
             batches.do(copies[inside], lambda: None)
         batches.sync()

@@ -71,7 +71,7 @@ from safetensors.torch import load_file
 import mckpt
 from mckpt import live
 from mckpt.errors import MckptError, SourceError, StorageError
-from mckpt.live import flat, gathering, loading, memory, syncing
+from mckpt.live import flat, loading, memory, pieces, syncing
 from mckpt.trainer import cpu, load, save, train
 from mckpt.values.sizes import parse_size
 from tests.helpers.box_engine import all_of
@@ -406,15 +406,15 @@ def hands(
     note("released save", lambda: live.save_hf(chunks, destination / "none", like=like))
     held.untyped_storage().resize_(size)
     held.copy_(kept)
-    write_at = gathering.write_at
+    write_at = pieces.write_at
     if rank == 1:
-        gathering.write_at = full_disk
+        pieces.write_at = full_disk
     for more in ({}, {"background": True}):
         saving = {"like": like, **more}
         folder = destination / f"full{len(more)}"
         note(f"full {len(more)}", lambda f=folder, s=saving: live.save_hf(chunks, f, **s).result())
         wrong[folder.name] = ["published"] if (folder / "config.json").exists() else []
-    gathering.write_at = write_at
+    pieces.write_at = write_at
     wrong["restored"] = unlike(on_the_host(sync()), right)
     summed = dist.all_reduce
     dist.all_reduce = lambda *_, **keywords: Aborted()

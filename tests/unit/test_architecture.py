@@ -231,7 +231,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "execute.measuring",
             "execute.ranks",
             "execute.threads",
-            "live.gathering",
+            "live.pieces",
             "live.saving",
             "storage.sparse_copy",
             "values.shared",  # locks, and memory of each thread
