@@ -128,13 +128,26 @@ EDITS = {
     "rows": ["vocab: {size: 300, init: normal}"],
     "others": ["layers: {order: [0, 1, 1, 3]}"],  # does not keep the logits
 }
+MORE = {
+    "source": [],
+    "mtp": ["mtp: {add: 1}"],
+    # these do not keep the logits
+    "fewer": ["prune: {experts: 0-15, heads: 0-3, hidden: 0-31}", "vocab: {size: 200}"],
+    "means": ["kv_heads: {mean: 2}"],
+    "others": ["graft: {from: RUN, take: layers.1}", "graft: {from: RUN, take: head}"],
+}
 
 
-def test_training_goes_on_after_an_edit(runs: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "edits", [pytest.param(EDITS, id="few"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
+)
+def test_training_goes_on_after_an_edit(
+    edits: dict[str, list[str]], runs: list[Path], tmp_path: Path
+) -> None:
     """The next step has the loss of the unedited run, if the edit keeps the logits."""
     cases = []
-    for name, steps in EDITS.items():
-        out = tmp_path / name
+    for name, steps in edits.items():
+        out, steps = tmp_path / name, [step.replace("RUN", str(runs[1])) for step in steps]
         how = {"format": "torch_dist", "tp": 1, "pp": 1, "ep": 1, "etp": 1}
         (mckpt.edit if steps else mckpt.convert)(runs[0], out, *([steps] if steps else []), **how)
         assert mckpt.open(out).optimizer is not None
@@ -142,13 +155,13 @@ def test_training_goes_on_after_an_edit(runs: list[Path], tmp_path: Path) -> Non
         cases.append({**one, "steps": 2})
     results = judge(cases, tmp_path / "results")
     losses = {}
-    for name in EDITS:
+    for name in edits:
         assert not explain(results[name]), explain(results[name])
         (step,) = results[name]["steps"]
         assert step["step"] == 2 and np.isfinite([step["loss"], step["grad_norm"]]).all()
         losses[name] = step["loss"]
         assert mckpt.open(tmp_path / "saved" / name).files.iteration == 2
-    for name in ("silent", "heads"):
+    for name in edits.keys() & {"silent", "heads", "mtp"}:
         np.testing.assert_allclose(losses[name], losses["source"], rtol=1e-4, err_msg=name)
     assert abs(losses["others"] / losses["source"] - 1) > 1e-3, losses
 
