@@ -40,9 +40,8 @@ LONG = [
 # The processes that have imported the stock trainer (tests/helpers/judging.py) start after those of
 # the other judges have ended.
 STOCK = [
-    *("test_stock.py", "test_linear_models.py", "test_fsdp_stock.py", "test_hybrid_stock.py"),
-    *("test_stacks.py", "test_multi_token.py", "test_stock_optimizer.py"),
-    "test_pretrain.py",
+    *("test_fsdp_stock.py", "test_stock_optimizer.py", "test_stock.py", "test_linear_models.py"),
+    *("test_hybrid_stock.py", "test_stacks.py", "test_multi_token.py", "test_pretrain.py"),
 ]
 
 

@@ -4,9 +4,8 @@ The file's rows are [num_layers, pp, other arguments, answer]. They come from a 
 argument sets that was run through Megatron-LM core_v0.16.1: validate_args, TransformerConfig,
 get_num_layers_to_build and get_transformer_layer_offset. An answer is [pipeline rank][virtual
 stage] -> [first layer, number of layers], null where Megatron refuses, or "lost" where it accepts
-and then loses or doubles layers. `compact` made rows of that grid's output: all that was accepted,
-and every fourth of what was refused. Of those the file has all layouts, eight of each other kind of
-arguments and answer, and four that find each of 137 changes of one operator or number of
+and then loses or doubles layers. Of that grid the file has all layouts, eight rows of each other
+kind of arguments and answer, and four that find each of 137 changes of one operator or number of
 mckpt/geometry/parallel.py.
 
 `python -m tests.helpers.placement` asks the installed megatron-core for the rows on stdin, without
@@ -21,51 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "placement.json"
-SHORT = {
-    "decoder_first_pipeline_num_layers": "first_stage_layers",
-    "decoder_last_pipeline_num_layers": "last_stage_layers",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding",
-    "account_for_loss_in_pipeline_split": "account_for_loss",
-    "pipeline_model_parallel_layout": "layout",
-}
 Row = tuple[int, int, dict[str, Any], Any]  # num_layers, pp, fields of Parallel, answer
-
-
-def compact(grid: list[dict[str, Any]]) -> list[Row]:
-    """Returns the rows that Parallel can express, of a grid of {"args": ..., "stages": [{pp, vp,
-    layers}] | "error": ..., "each_layer_once": bool}.
-    """
-    out: list[Row] = []
-    refused = 0
-    for one in grid:
-        args = dict(one["args"])
-        num_layers, pp = args.pop("num_layers"), args.pop("pp")
-        said = {SHORT[k]: v for k, v in args.items() if k in SHORT}
-        # the other arg for vpp
-        if (per := args.get("num_layers_per_virtual_pipeline_stage")) is not None:
-            total = num_layers + len([k for k in said if k.startswith("account")])
-            if total % (per * pp) or "first_stage_layers" in said:
-                continue
-            said["vpp"] = total // (per * pp)
-        if (vpp := args.get("num_virtual_stages_per_pipeline_rank")) is not None:
-            if per is not None or "layout" in said:
-                continue
-            said["vpp"] = vpp
-        if "error" in one:
-            refused += 1
-            if refused % 4 and "layout" not in said:
-                continue
-            answer: Any = None
-        elif not one["each_layer_once"]:
-            answer = "lost"
-        else:
-            answer = [[] for _ in range(pp)]
-            for s in sorted(one["stages"], key=lambda s: (s["pp"], s["vp"])):
-                answer[s["pp"]].append([s["layers"][0] if s["layers"] else 0, len(s["layers"])])
-        row = (num_layers, pp, said, answer)
-        if row not in out:
-            out.append(row)
-    return out
 
 
 def rows() -> list[Row]:
