@@ -76,6 +76,37 @@ def test_names_of_a_wrapper_are_read_without_it(tmp_path: Path) -> None:
     goes_into_megatron(sample("universal", tmp_path, "qwen3", "module."), tmp_path)
 
 
+@pytest.mark.parametrize("form", ["zero1", "zero2", "zero3"])
+def test_weights_that_are_not_trained_have_no_states(form: str, tmp_path: Path) -> None:
+    from tests.helpers import deepspeed_files
+
+    step = deepspeed_files.sample(form, tmp_path, frozen="mlp.")
+    hf = tmp_path / "hf"
+    assert run("diff", step, hf, "--like", hf).out.startswith("the same to the last bit")
+    good("reshard", step, tmp_path / "run", "--like", hf, "--dtype", "bf16")
+    own = Checkpoint.open(tmp_path / "run").with_optimizer()
+    frozen = {name for name in own if "mlp." in name}
+    assert frozen and not any("@" in name for name in frozen)
+    assert {f"{name}@exp_avg" for name in own if "@" not in name} - own.keys() == {
+        f"{name}@exp_avg" for name in frozen
+    }
+    part = deepspeed_files.sample(form, tmp_path / "part", frozen="layers.1.")
+    args = ("reshard", part, tmp_path / "out", "--like", part.parent / "hf")
+    refused(3, "state.exp_avg.model.layers.1.", "--no-optimizer", args=args)
+    good(*args, "--no-optimizer")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layer_0_expert_3_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"],
+)
+def test_experts_in_files_of_their_own_are_refused(name: str, tmp_path: Path) -> None:
+    step = sample("zero1", tmp_path)
+    shutil.copy(step / "mp_rank_00_model_states.pt", step / name)
+    args = ("megatron-to-hf", step, tmp_path / "out", "--like", tmp_path / "hf")
+    refused(3, "experts in files of their own", args=args)
+
+
 # ------------------------------------------------------------------------------------------ damage
 
 

@@ -32,16 +32,21 @@ class fragment_address:
 MODULE = fragment_address.__module__ = "deepspeed.utils.tensor_fragment"
 
 
-def sample(form: str, folder: Path, case: str = "llama-tied", prefix: str = "") -> Path:
-    """Writes `hf` and a checkpoint of DeepSpeed; returns the latter."""
+def sample(
+    form: str, folder: Path, case: str = "llama-tied", prefix: str = "", frozen: str = "-"
+) -> Path:
+    """Writes `hf` and a checkpoint of DeepSpeed; returns the latter.
+
+    frozen: part of the names of the weights that are not trained.
+    """
     config = tiny.config(case)
     (folder / "hf").mkdir(parents=True)
     tiny.write_json(folder / "hf/config.json", config)
     tiny.write_weights(folder / "hf", tiny.tensors(config, "float32"))
-    return write(form, folder / "hf", folder / "global_step7", prefix)
+    return write(form, folder / "hf", folder / "global_step7", prefix, frozen)
 
 
-def write(form: str, hf: Path, out: Path, prefix: str = "") -> Path:
+def write(form: str, hf: Path, out: Path, prefix: str = "", frozen: str = "-") -> Path:
     weights = {
         prefix + name: value.float()
         for file in sorted(hf.glob("*.safetensors"))
@@ -52,18 +57,28 @@ def write(form: str, hf: Path, out: Path, prefix: str = "") -> Path:
         for state in STATES[1:]
     }
     out.mkdir(parents=True)
-    names = sorted(weights, reverse=True)  # in an order that is not that of the model
+    fixed = [name for name in weights if frozen in name]
+    # in an order that is not that of the model
+    names = sorted(weights.keys() - fixed, reverse=True)
     groups = [[n for n in names if (weights[n].dim() > 1) == matrix] for matrix in (True, False)]
     model = {
-        **{"module": {n: w.bfloat16() for n, w in weights.items()}, "buffer_names": []},
+        **{"module": {n: weights[n].bfloat16() for n in names}, "buffer_names": []},
         "param_shapes": [{n: weights[n].shape for n in group} for group in groups],
         **{"shared_params": {}, "global_steps": 7, "dp_world_size": RANKS},
     }
     model_files = ["mp_rank_00_model_states.pt"]
     if form == "zero3":
         model_files = [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(RANKS)]
-    for file in model_files:
-        torch.save(model, out / file)
+    model["frozen_param_shapes"] = {n: weights[n].shape for n in fixed} or None
+    if form == "zero1":  # which has them in the module alone, beside the further names of tied ones
+        model["module"] |= {name: weights[name] for name in fixed}
+        model |= {"frozen_param_shapes": None, "shared_params": {"lm_head.weight": "embed"}}
+        model["module"]["lm_head.weight"] = weights[prefix + "model.embed_tokens.weight"]
+    for rank, file in enumerate(model_files):
+        fragments = {n: weights[n] for n in fixed if form != "zero1"}
+        if form == "zero3":
+            fragments = {name: third(value, rank) for name, value in fragments.items()}
+        torch.save({**model, "frozen_param_fragments": fragments or None}, out / file)
     own = {"lr": 2e-4, "betas": BETAS, "eps": 1e-8, "params": [0]}
     settings = [{**own, "weight_decay": 0.1}, {**own, "weight_decay": 0.0}]
     if form == "universal":
@@ -128,12 +143,15 @@ def cut(tensors: Tensors, groups: list[list[str]], rank: int) -> Parts:
 
 def equal(tensors: Tensors, groups: list[list[str]], rank: int) -> Parts:
     """Returns a rank's part by ZeRO 3: a third of each weight, with 9 behind the last elements."""
+    return [
+        ({s: torch.cat([third(tensors[s][n], rank) for n in g]) for s in STATES}, {})
+        for g in groups
+    ]
 
-    def third(value: torch.Tensor) -> torch.Tensor:
-        short = -value.numel() % RANKS
-        return torch.cat([value.flatten(), torch.full((short,), 9.0)]).chunk(RANKS)[rank]
 
-    return [({s: torch.cat([third(tensors[s][n]) for n in g]) for s in STATES}, {}) for g in groups]
+def third(value: torch.Tensor, rank: int) -> torch.Tensor:
+    short = -value.numel() % RANKS
+    return torch.cat([value.flatten(), torch.full((short,), 9.0)]).chunk(RANKS)[rank].clone()
 
 
 if __name__ == "__main__":

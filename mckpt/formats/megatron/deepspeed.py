@@ -32,7 +32,6 @@ from typing import Any
 from mckpt.containers import safe_pickle, torch_file, torch_spans
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Entry, Span, entry_of
-from mckpt.containers.safe_pickle import Record
 from mckpt.containers.torch_file import Ranges
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
@@ -40,8 +39,8 @@ from mckpt.formats import foreign
 from mckpt.formats.base import FAMILY, Format
 from mckpt.formats.hf_pieces import sizes_of
 from mckpt.formats.megatron.chunked import Chunked, Files
-from mckpt.formats.megatron.optimizer import MASTER_KEYS, number_in
-from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam
+from mckpt.formats.megatron.optimizer import MASTER_KEYS
+from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, step_of
 from mckpt.geometry.box import Box, range_boxes
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import opened
@@ -50,6 +49,8 @@ from mckpt.values.dtypes import itemsize
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 STEP, SETTINGS = "step.pt", "zero/optimizer_state.pt"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "*zero_pp_rank_*_optim_states.pt"
+# the files of the experts of a MoE layer of DeepSpeed, and of their optimizer
+EXPERTS = ("*expert_*_model_states.pt", "*expp_rank_*_optim_states.pt")
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(?:optim|model)_states\.pt")
 CURE = "copy the checkpoint again"
 # of a checkpoint that this module does not read
@@ -107,14 +108,6 @@ class _Reader:
         self.shapes[name] = shape
         self.parts.setdefault(name, []).append((str(path.relative_to(self.root)), entry))
 
-    def count(self, value: Any, data: Ranges, path: Path) -> None:
-        """Adds a number of steps, which is a number or a tensor."""
-        if isinstance(value, Record):
-            value = number_in(self.entry(value, data, path, "step"), str(path))
-        if type(value) not in (int, float):
-            raise SourceError(f"{path}: its step is not a number, but {_short(value)}; {CURE}")
-        self.steps.add(float(value))
-
     def universal(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
         """Collects the tensors of files of one weight each, which are flat after ZeRO 3.
 
@@ -131,7 +124,7 @@ class _Reader:
                 shape = stated.get(folder.name, entry.shape) if flat else entry.shape
                 self.add((state, folder.name), path, entry, shape)
             if (folder / STEP).is_file():
-                self.count(*self.read(folder / STEP), folder / STEP)
+                self.steps.add(step_of(*self.read(folder / STEP), str(folder / STEP)))
         path = self.root / SETTINGS
         own, data = self.dict_of(path)
         self._adam(_dict(own.get("optimizer_state_dict", own), path), data, path)
@@ -143,7 +136,7 @@ class _Reader:
         self.settings += [_dict(group, path) for group in groups]
         for one in (*groups, *(_dict(state, path) for state in states.values())):
             if "step" in one:
-                self.count(one["step"], data, path)
+                self.steps.add(step_of(one["step"], data, str(path)))
         return states
 
     def zero(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
@@ -154,7 +147,7 @@ class _Reader:
             own = _dict(value.get("optimizer_state_dict"), path)
             counts = own.get("partition_count")
             for count in counts if isinstance(counts, list) else [counts]:
-                _refuse_lost([path, *ranks[1:]], count)
+                _refuse_lost([path], len(ranks), count)
             whole = "fp32_flat_groups" in own
             base = own.get("optimizer_state_dict" if whole else "base_optimizer_state")
             flat = own.get("fp32_flat_groups" if whole else "single_partition_of_fp32_groups")
@@ -191,8 +184,7 @@ class _Reader:
     def untrained(
         self, model: dict[str, Any], data: Ranges, path: Path, rank: int, of: int
     ) -> None:
-        """Collects the weights that are not trained, of which each of some ranks has a part, and
-        the buffers.
+        """Collects weights that are not trained, of which ranks may have parts, and buffers.
 
         model: the content of the file of a rank.
         """
@@ -201,10 +193,12 @@ class _Reader:
         for name, place in _equal(shapes, rank, of).items():
             entry = self.entry(fragments.get(name), data, path, name)
             self._range(("", name), shapes[name], {**place, "start": 0}, entry, path)
-        module = _dict(model.get("module") or {}, path)
-        buffers = _known(model.get("buffer_names"), list, path) if rank == 0 else []
-        for name in buffers:
-            if isinstance(name, str) and name in module:
+        # by ZeRO 1, weights that are not trained are in the module alone
+        module, tied = (_dict(model.get(k) or {}, path) for k in ("module", "shared_params"))
+        known = {name for _, name in self.parts} | tied.keys()
+        for name in sorted(map(str, module.keys() - known)) if rank == 0 else ():
+            view = safe_pickle.as_tensor(module[name])
+            if view is not None and 0 not in view.shape:  # ZeRO 3 leaves them empty
                 entry = self.entry(module[name], data, path, name)
                 self.add(("", name), path, entry, entry.shape)
 
@@ -250,15 +244,11 @@ def _short(value: Any) -> str:
     return str(safe_pickle.short(value))[:80]
 
 
-def _sizes(value: Any, where: str) -> tuple[int, ...]:
-    try:
-        return sizes_of(value)
-    except ValueError as e:
-        raise SourceError(f"{where}: {e}; {CURE}") from None
-
-
 def _shapes(group: Any, path: Path) -> dict[str, tuple[int, ...]]:
-    return {str(n): _sizes(size, f"{path}: {n}") for n, size in _dict(group, path).items()}
+    try:
+        return {str(name): sizes_of(size) for name, size in _dict(group, path).items()}
+    except ValueError as e:
+        raise SourceError(f"{path}: {e}; {CURE}") from None
 
 
 def _known(value: Any, kind: type, path: Path) -> Any:
@@ -301,23 +291,20 @@ def _ranks(root: Path, pattern: str) -> list[Path]:
             " save them as pytorch_model.bin beside config.json"
         )
     ranks = list(itertools.takewhile(numbers.__contains__, range(len(numbers))))
-    if len(ranks) < len(found):
-        name = _of_rank(next(iter(found.values())), len(ranks))
-        raise SourceError(f"{root}: has no {name}, or files of several trainings; {CURE}")
+    _refuse_lost([*found.values()], len(ranks), len(found))
     return [numbers[rank] for rank in ranks]
 
 
-def _of_rank(path: Path, rank: int) -> str:
-    return re.sub(r"rank_\d+", f"rank_{rank}", path.name, count=1)
+def _refuse_lost(paths: list[Path], count: int, stated: Any) -> None:
+    """Raises SourceError if there are not as many files of ranks, one after the other, as stated.
 
-
-def _refuse_lost(ranks: list[Path], stated: Any) -> None:
-    """Raises SourceError if there are not as many files of ranks as one of them states."""
-    if stated != len(ranks):
-        name = _of_rank(ranks[0], len(ranks))
+    paths: of some ranks.
+    """
+    if stated != count:
+        name = re.sub(r"rank_\d+", f"rank_{count}", paths[0].name, count=1)
         raise SourceError(
-            f"{ranks[0]}: is of a training with {_short(stated)} ranks, of which {len(ranks)} have"
-            f" files, and {name} is not there; {CURE}"
+            f"{paths[0]}: is of a training with {_short(stated)} ranks, or of another one than"
+            f" other files; {count} ranks have files, and {name} is not there; {CURE}"
         )
 
 
@@ -326,13 +313,18 @@ class _Directory(Chunked):
 
     def __init__(self, root: Path) -> None:
         reader = _Reader(root)
+        if any(next(root.glob(pattern), None) for pattern in EXPERTS):
+            raise SourceError(
+                f"{root}: has experts in files of their own, as DeepSpeed's MoE layers are saved,"
+                " whose names no model of transformers has; mckpt does not read them"
+            )
         paths = [root / MODEL]
         if not paths[0].exists() and any(root.glob(f"zero_pp_rank_*_{MODEL}")):
             paths = _ranks(root, f"zero_pp_rank_*_{MODEL}")  # by ZeRO 3
         models = [reader.dict_of(path) for path in paths]
         model, path = models[0][0], paths[0]
         if path.name != MODEL:
-            _refuse_lost(paths, model.get("dp_world_size"))
+            _refuse_lost(paths, len(paths), model.get("dp_world_size"))
         shapes = [_shapes(group, path) for group in _known(model.get("param_shapes"), list, path)]
         if (root / "zero").is_dir():
             reader.universal(shapes)
@@ -351,10 +343,6 @@ class _Directory(Chunked):
         super().__init__(root, metadata)
         read = (f"the names of the tensors are read without {part}" for part in wrappers)
         self.notes = (NOTE, *read)
-
-    def object(self, key: str) -> tuple[Any, Any]:
-        # The readers of formats that store objects call this. A call would be a mistake of mckpt.
-        raise NotImplementedError("DeepSpeed has tensors only")
 
     def check_sizes(self) -> None:
         """Does nothing, because the directory of each file is read, and lies at its end."""

@@ -10,15 +10,13 @@ weights do. A weight is its own master copy.
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mckpt.containers.entries import entry_of
-from mckpt.containers.safe_pickle import as_tensor, short
+from mckpt.containers.safe_pickle import short
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import FAMILY, Format, Names, Problems
@@ -31,15 +29,13 @@ from mckpt.formats.megatron.optimizer import (
     MASTER,
     Optimizer,
     groups_of,
-    number_in,
     state_pieces,
 )
 from mckpt.formats.megatron.save_directory import verl_step
-from mckpt.formats.megatron.torch_adam import NOTE, common_state
+from mckpt.formats.megatron.torch_adam import COPY, NOTE, common_state, step_of
 from mckpt.geometry.box import ZEROS, Layout, Stored
 
 STEP = "step"
-CURE = "copy the checkpoint again, or give --no-optimizer to convert the weights alone"
 
 
 def detect(path: Path) -> bool:
@@ -105,7 +101,7 @@ class FsdpTraining(Sharded):
             problems += [f"{weight} has no {name}, as if it were not trained" for weight in lacking]
         if problems:
             raise SourceError.of(
-                f"{self.root}: its optimizer does not fit:", problems, f"{CURE.capitalize()}."
+                f"{self.root}: its optimizer does not fit:", problems, f"{COPY.capitalize()}."
             )
         return out
 
@@ -133,17 +129,9 @@ class FsdpTraining(Sharded):
         if path == self.ranks[0]:
             self.settings = groups
             for own in states.values():
-                self._count(own.get(STEP), data, path)
+                self.steps.add(step_of(own.get(STEP), data, path))
         flat = {f"{n}.{k}": v for n, own in states.items() for k, v in own.items() if k != STEP}
         return flat, data
-
-    def _count(self, step: Any, data: Ranges, path: str) -> None:
-        """Adds a number of steps, which is a number or a tensor."""
-        view = as_tensor(step)
-        number: Any = step if view is None else number_in(entry_of(view, data, 0), path)
-        if type(number) not in (int, float) or not math.isfinite(number):
-            raise SourceError(f"{path}: a step is not a number, but {short(step)}; {CURE}")
-        self.steps.add(float(number))
 
     def optimizer(self, names: Names) -> Optimizer:
         """Returns the optimizer's state of each weight."""
@@ -151,7 +139,7 @@ class FsdpTraining(Sharded):
         states[MASTER] = masters = {row: self.wholes[row] for row in self.parameters}
         whole = HuggingFace.layout(self, names)
         problems = Problems(
-            f"the optimizer's state of {self.root} does not match its weights:", CURE
+            f"the optimizer's state of {self.root} does not match its weights:", COPY
         )
         stored: list[Stored] = []
         shapes, used = dict[str, tuple[int, ...]](), set[int]()

@@ -61,11 +61,6 @@ class _Directory(Chunked):
             items[key, at] = (key, 0, math.prod(shape) * itemsize(array.dtype))
         super().__init__(arrays.in_order(orders), Metadata(tensors, arrays.others, items, {}))
 
-    def object(self, key: str) -> tuple[Any, Any]:
-        # The readers of formats that store objects call this. A call for Orbax would be a mistake
-        # of mckpt.
-        raise NotImplementedError("Orbax has arrays only")
-
     def check_sizes(self) -> None:
         """Does nothing, because tensorstore checks the sizes of chunks when it reads them."""
 

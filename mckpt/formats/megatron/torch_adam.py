@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mckpt.errors import UsageError
+from mckpt.containers.entries import entry_of
+from mckpt.containers.safe_pickle import as_tensor, short
+from mckpt.containers.torch_file import Ranges
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
-from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.optimizer import Optimizer, number_in
 from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 
 # what Megatron's groups of Adam take over from those of torch
 TAKEN = ("lr", "betas", "eps")
+COPY = "copy the checkpoint again, or give --no-optimizer to convert the weights alone"
 NOTE = (
     "of the training, the weights and the state of Adam are read, and neither the schedule"
     " of the learning rate nor the place in the data"
@@ -74,6 +79,18 @@ def common_state(root: Path, found: list[dict[str, Any]], steps: set[float]) -> 
         "optimizer": {"optimizer": {"param_groups": _groups(settings, step)}},
         "opt_param_scheduler": _schedule(settings, step),
     }
+
+
+def step_of(value: Any, data: Ranges, where: str) -> float:
+    """Returns the number of a step, which is a number or a tensor. Raises SourceError for others.
+
+    data: the places of the storages.
+    """
+    view = as_tensor(value)
+    number: Any = value if view is None else number_in(entry_of(view, data, 0), where)
+    if type(number) not in (int, float) or not math.isfinite(number):
+        raise SourceError(f"{where}: a step is not a number, but {short(value)}; {COPY}")
+    return float(number)
 
 
 def _numbers(value: Any) -> Any:
