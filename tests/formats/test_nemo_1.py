@@ -45,20 +45,7 @@ def test_a_checkpoint_of_nemo_2_in_zarr_is_read(tmp_path: Path) -> None:
     folder, config = nemo_archive.zarr(tmp_path, "module.", "weights")
     found = {
         "_target_": "nemo.collections.llm.gpt.model.llama.Llama2Config7B",
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_query_groups": config["num_key_value_heads"],
-        "seq_length": config["max_position_embeddings"],
-        "rotary_base": config["rope_theta"],
-        "layernorm_epsilon": config["rms_norm_eps"],
-        "share_embeddings_and_output_weights": False,
-        "normalization": "RMSNorm",
-        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
+        **nemo_archive.of_nemo_2(config),
     }
     (folder / "context").mkdir()
     (folder / "context" / "model.yaml").write_text(yaml.safe_dump({"config": found}))

@@ -94,6 +94,27 @@ TRAINING = {
 }
 
 
+def of_nemo_2(c: dict[str, Any]) -> dict[str, Any]:
+    """Returns what context/model.yaml of NeMo 2 says of a Llama with this config.json."""
+    return {
+        "num_layers": c["num_hidden_layers"],
+        "hidden_size": c["hidden_size"],
+        "ffn_hidden_size": c["intermediate_size"],
+        "num_attention_heads": c["num_attention_heads"],
+        "num_query_groups": c["num_key_value_heads"],
+        "kv_channels": c.get("head_dim"),
+        "seq_length": c["max_position_embeddings"],
+        "rotary_base": c["rope_theta"],
+        "layernorm_epsilon": c["rms_norm_eps"],
+        "share_embeddings_and_output_weights": c["tie_word_embeddings"],
+        "normalization": "RMSNorm",
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+    }
+
+
 def described(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the model_config.yaml of a Llama with this config.json."""
     return {

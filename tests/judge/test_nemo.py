@@ -21,7 +21,7 @@ import mckpt
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.options import SourceOptions
-from tests.helpers import tiny
+from tests.helpers import nemo_archive, tiny
 from tests.helpers.bridge_facts import tensors
 
 LLAMA = "nemo.collections.llm.gpt.model.llama"
@@ -48,21 +48,7 @@ def nemo(case: str, directory: Path, target: str, **more: Any) -> tuple[Path, Pa
     c = tiny.config(case)
     config = {
         "_target_": target,
-        "num_layers": c["num_hidden_layers"],
-        "hidden_size": c["hidden_size"],
-        "ffn_hidden_size": c["intermediate_size"],
-        "num_attention_heads": c["num_attention_heads"],
-        "num_query_groups": c["num_key_value_heads"],
-        "kv_channels": c.get("head_dim"),
-        "seq_length": c["max_position_embeddings"],
-        "rotary_base": c["rope_theta"],
-        "layernorm_epsilon": c["rms_norm_eps"],
-        "share_embeddings_and_output_weights": c["tie_word_embeddings"],
-        "normalization": "RMSNorm",
-        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
+        **nemo_archive.of_nemo_2(c),
         "rotary_percent": 1.0,
         "seq_len_interpolation_factor": None,
         "make_vocab_size_divisible_by": 128,
