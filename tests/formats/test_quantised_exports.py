@@ -164,19 +164,6 @@ def test_zeros_and_the_smallest_values(tmp_path: Path) -> None:
     assert not found[key][:128].view("u1").any()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
-    source = tiny.tiny_random("qwen3", tmp_path / "hf", **WIDE)
-    arrays = tiny.tensors(json.loads((source / "config.json").read_text()))
-    key = "model.layers.1.self_attn.q_proj.weight"
-    arrays[key] = arrays[key].copy()
-    arrays[key][3, 5] = value
-    tiny.write_safetensors(source / "model.safetensors", arrays)
-    args = ("megatron-to-hf", source, tmp_path / "out", "--quantize", "fp8")
-    refused(2, "layers.1.attn.q.weight", "infinite or not a number", args=args)
-    assert not list((tmp_path / "out").glob("*.safetensors"))
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     source = tiny.tiny_random("qwen3", tmp_path / "hf")
     fp8 = ("--quantize", "fp8")
@@ -233,32 +220,6 @@ def test_nvfp4_leaves_the_keys_of_an_indexer_alone() -> None:
     kept, fp8 = (unquantised(published("deepseek-v3.2", form)) for form in ("nvfp4", "fp8"))
     apart = {re.sub(r"\d+", "N", key) for key in {*kept} - {*fp8}}
     assert apart == {"model.layers.N.self_attn.indexer.wk"}
-
-
-def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bands that are written are not quantised again, and the bytes are the same."""
-    from mckpt.execute import units
-
-    monkeypatch.setattr(units, "SLAB", 1 << 12)
-    monkeypatch.setattr(units, "UNIT", 1 << 14)
-    source = tiny.tiny_random("qwen3", tmp_path / "hf", **WIDE)
-    plan = mckpt.plan(source, tmp_path / "whole", format="hf", quantize="fp8")
-    plan.run()
-    seen = 0
-
-    def stop(at: mckpt.Progress) -> None:
-        nonlocal seen
-        seen = at.nbytes
-        if at.nbytes > at.total_bytes // 2:
-            raise KeyboardInterrupt
-
-    again = mckpt.plan(source, tmp_path / "out", format="hf", quantize="fp8")
-    with pytest.raises(KeyboardInterrupt):
-        again.run(progress=stop, threads=1)
-    assert seen > 0
-    again.run(threads=1)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_the_listed_weights_are_logical_tensors() -> None:
