@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -37,6 +37,7 @@ from mckpt.live.model import ranks_of
 from mckpt.live.syncing import Sync
 from mckpt.live.together import rank_and_world, refusal_of
 from mckpt.values.dtypes import itemsize
+from mckpt.values.element import Cast
 from mckpt.values.sizes import LEAST_MEMORY
 
 if TYPE_CHECKING:
@@ -167,16 +168,56 @@ class Gathered(Pieces):
 class Own(Pieces):
     """The weights of this rank, of which the files have ranges as they are."""
 
-    def __init__(self, copies: np.ndarray, nbytes: np.ndarray, memory: Memory, how: RunSettings):
-        """copies: those of this rank, and the bytes of each."""
+    def __init__(self, spans: Spans, memory: Memory, how: RunSettings) -> None:
         super().__init__(memory, how)
-        self.copies, self.nbytes = copies, nbytes
+        self.spans = spans
 
     def ranges(self) -> Iterator[Piece]:
         self.memory.refresh()
-        columns = (self.copies[name].tolist() for name in ("dst_file", "dst_at", "src_at"))
-        for file, at, place, nbytes in zip(*columns, self.nbytes.tolist(), strict=True):
+        for file, at, place, nbytes in zip(
+            *(part.tolist() for part in self.spans[1:]), strict=True
+        ):
             yield file, at, self.memory.view(place, "uint8", (nbytes,), (1,))
+
+
+class Spans(NamedTuple):
+    """Ranges of the memory of ranks, which become ranges of files as they are."""
+
+    source: np.ndarray  # the number of the file that stands for the memory of a rank
+    file: np.ndarray
+    at: np.ndarray  # first byte in the file
+    place: np.ndarray  # first byte in the memory
+    nbytes: np.ndarray
+
+
+def _spans(copies: np.ndarray, casts: Sequence[Cast]) -> Spans | None:
+    """Returns the ranges that copies write; None if they are more than ranges. No byte is written
+    twice, so rows of several copies at one distance make a range if they have as many bytes:
+
+        q rows, k rows, v rows of a group, again and again --> one weight
+    """
+    # 0 if the value of an element changes
+    size = np.array([itemsize(c.source) if c.same else 0 for c in casts])[copies["cast"]]
+    run, rows, moved = copies["run"] * size, copies["rows"], copies["dst_at"] - copies["src_at"]
+    plain = (copies["src_step"] == size) & (copies["dst_step"] == size) & (size > 0)
+    plain &= (rows == 1) | (copies["src_pitch"] == copies["dst_pitch"])
+    if not (plain & (copies["grid"] == UNSCALED)).all():
+        return None
+    order = np.lexsort((copies["src_at"], moved, copies["dst_file"], copies["src_file"]))
+    keys = np.stack([moved, copies["dst_file"], copies["src_file"]])[:, order]
+    start, nbytes = copies["src_at"][order], (rows * run)[order]
+    end = start + ((rows - 1) * copies["src_pitch"] + run)[order]
+    other = (np.diff(keys, axis=1, prepend=-1) != 0).any(axis=0)
+    other[:1] = True
+    # ends of other keys lie behind all of these
+    apart = np.cumsum(other) * (int(end.max(initial=0)) + 1)
+    before = np.maximum.accumulate(end + apart)
+    first = np.flatnonzero(other | (start + apart >= np.roll(before, 1)))
+    length = np.maximum.reduceat(end, first) - start[first]
+    if (np.add.reduceat(nbytes, first) != length).any():
+        return None
+    chosen = copies[order][first]
+    return Spans(chosen["src_file"], chosen["dst_file"], chosen["dst_at"], start[first], length)
 
 
 def pieces_of(plan: Plan, model: Checkpoint, memory: Memory, how: RunSettings) -> Pieces | None:
@@ -187,19 +228,13 @@ def pieces_of(plan: Plan, model: Checkpoint, memory: Memory, how: RunSettings) -
         if plan.target.quantize or isinstance(model, AdapterCheckpoint):
             return None
         return Gathered(plan, model, memory, how)
-    copies, casts = _live(plan, model), plan.joined.casts
-    # 0 if the value of an element changes
-    size = np.array([itemsize(c.source) if c.same else 0 for c in casts])[copies["cast"]]
-    run = copies["run"] * size
-    plain = (copies["src_step"] == size) & (copies["dst_step"] == size) & (size > 0)
-    one = (copies["src_pitch"] == run) & (copies["dst_pitch"] == run)
-    plain &= (copies["grid"] == UNSCALED) & ((copies["rows"] == 1) | one)
-    if not plain.all():
+    copies = _live(plan, model)
+    spans = _spans(copies, plan.joined.casts) if len(copies) else None
+    if spans is None:
         return None
     ranks, (rank, _) = ranks_of(model), rank_and_world()
-    mine = np.array([ranks.rank_of(file) == rank for file in range(len(ranks.files))])
-    mine = mine[copies["src_file"]]
-    return Own(copies[mine], (run * copies["rows"])[mine], memory, how)
+    held = np.array([ranks.rank_of(file) == rank for file in range(len(ranks.files))])
+    return Own(Spans(*(part[held[spans.source]] for part in spans)), memory, how)
 
 
 def _live(plan: Plan, model: Checkpoint) -> np.ndarray:
