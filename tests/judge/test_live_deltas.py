@@ -24,9 +24,9 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("qwen3", {"tp": 2, "pp": 2, "vpp": 2}, 2, {}),
     ("qwen3-moe", {"tp": 2, "ep": 2, "etp": 1}, 2, {"bucket_bytes": "1MiB"}),
     ("qwen3-moe", {"tp": 2, "ep": 2, "etp": 1}, 1, {}),  # some segments have the mean of all sizes
-    ("llama", {"tp": 4}, 1, {"to": 0}),
-    ("deepseek-v3", {"ep": 2}, 1, {}),
-    ("qwen3", {"tp": 2}, 1, {"dtype": "fp32", "snapshot": True}),
+    ("llama", {"tp": 4}, 2, {"to": 0}),
+    ("deepseek-v3", {"ep": 2}, 2, {}),
+    ("qwen3", {"tp": 2}, 2, {"dtype": "fp32", "snapshot": True}),
 ]
 
 
