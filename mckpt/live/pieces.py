@@ -16,13 +16,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from isal import isal_zlib
 
 from mckpt import formats
-from mckpt.adapters.checkpoint import AdapterCheckpoint
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.moving import RunSettings
 from mckpt.conversion.planning import Plan
@@ -50,16 +49,18 @@ Piece = tuple[int, int, "torch.Tensor"]
 
 
 class Pieces:
-    """What this rank writes into the files of a plan."""
+    """What this rank writes into the files of a plan: nothing, but in the classes below."""
 
-    def __init__(self, memory: Memory, how: RunSettings) -> None:
+    def __init__(self, memory: Memory, how: RunSettings, covered: np.ndarray) -> None:
+        """covered: a mask of the copies of this rank that need not be done."""
         self.memory, self.device, self.threads = memory, memory.device, how.threads
         self.size = max(min(PIECE, how.max_memory // how.threads), LEAST_MEMORY)
         self.held: list[Piece] | None = None  # in the memory of the host
+        self.covered = covered
 
     def ranges(self) -> Iterator[Piece]:
         """Yields ranges of the files, of any sizes, as they are there to be written."""
-        raise NotImplementedError  # in the two classes below
+        yield from ()
 
     def hold(self) -> None:
         """Copies the tensors of this rank to the host, so that the model may change. All ranks call
@@ -134,11 +135,13 @@ class Pieces:
 class Gathered(Pieces):
     """The tensors of a Hugging Face directory that this rank writes."""
 
-    def __init__(self, plan: Plan, model: Checkpoint, memory: Memory, how: RunSettings) -> None:
-        """All ranks make it."""
+    def __init__(
+        self, plan: Plan, model: Checkpoint, memory: Memory, how: RunSettings, count: int
+    ) -> None:
+        """count: copies of this rank. All ranks make it."""
         import torch
 
-        super().__init__(memory, how)
+        super().__init__(memory, how, np.ones(count, bool))
         copies = _live(plan, model)
         files = np.unique(copies["dst_file"]).tolist()
         rows = [(file, at, row) for file in files for row, at in tensors_of(plan.outputs[file])]
@@ -166,75 +169,71 @@ class Gathered(Pieces):
 
 
 class Own(Pieces):
-    """The weights of this rank, of which the files have ranges as they are."""
+    """The weights of this rank, or some of them, of which the files have ranges as they are."""
 
-    def __init__(self, spans: Spans, memory: Memory, how: RunSettings) -> None:
-        super().__init__(memory, how)
-        self.spans = spans
+    def __init__(self, plan: Plan, copies: np.ndarray, memory: Memory, how: RunSettings) -> None:
+        """copies: those of this rank."""
+        covered, *self.spans = _spans(copies, plan.joined.casts)
+        super().__init__(memory, how, covered)
 
     def ranges(self) -> Iterator[Piece]:
         self.memory.refresh()
-        for file, at, place, nbytes in zip(
-            *(part.tolist() for part in self.spans[1:]), strict=True
-        ):
+        for file, at, place, nbytes in zip(*(part.tolist() for part in self.spans), strict=True):
             yield file, at, self.memory.view(place, "uint8", (nbytes,), (1,))
 
 
-class Spans(NamedTuple):
-    """Ranges of the memory of ranks, which become ranges of files as they are."""
+def _spans(copies: np.ndarray, casts: Sequence[Cast]) -> tuple[np.ndarray, ...]:
+    """Returns a mask of the copies that together write ranges of a weight as they are, and of each
+    range the file, the first byte in the file and in the memory of the rank, and the bytes.
 
-    source: np.ndarray  # the number of the file that stands for the memory of a rank
-    file: np.ndarray
-    at: np.ndarray  # first byte in the file
-    place: np.ndarray  # first byte in the memory
-    nbytes: np.ndarray
-
-
-def _spans(copies: np.ndarray, casts: Sequence[Cast]) -> Spans | None:
-    """Returns the ranges that copies write; None if they are more than ranges. No byte is written
-    twice, so rows of several copies at one distance make a range if they have as many bytes:
+    No byte is written twice, so rows of several copies at one distance make a range if they have as
+    many bytes:
 
         q rows, k rows, v rows of a group, again and again --> one weight
     """
     # 0 if the value of an element changes
     size = np.array([itemsize(c.source) if c.same else 0 for c in casts])[copies["cast"]]
-    run, rows, moved = copies["run"] * size, copies["rows"], copies["dst_at"] - copies["src_at"]
     plain = (copies["src_step"] == size) & (copies["dst_step"] == size) & (size > 0)
-    plain &= (rows == 1) | (copies["src_pitch"] == copies["dst_pitch"])
-    if not (plain & (copies["grid"] == UNSCALED)).all():
-        return None
-    order = np.lexsort((copies["src_at"], moved, copies["dst_file"], copies["src_file"]))
-    keys = np.stack([moved, copies["dst_file"], copies["src_file"]])[:, order]
-    start, nbytes = copies["src_at"][order], (rows * run)[order]
-    end = start + ((rows - 1) * copies["src_pitch"] + run)[order]
-    other = (np.diff(keys, axis=1, prepend=-1) != 0).any(axis=0)
-    other[:1] = True
-    # ends of other keys lie behind all of these
-    apart = np.cumsum(other) * (int(end.max(initial=0)) + 1)
-    before = np.maximum.accumulate(end + apart)
-    first = np.flatnonzero(other | (start + apart >= np.roll(before, 1)))
+    plain &= (copies["rows"] == 1) | (copies["src_pitch"] == copies["dst_pitch"])
+    plain &= copies["grid"] == UNSCALED
+    moved = copies["dst_at"] - copies["src_at"]
+    order = np.lexsort((copies["src_at"], moved, copies["dst_file"], ~plain))
+    order = order[: int(plain.sum())]
+    covered = np.zeros(len(copies), bool)
+    if not len(order):
+        return covered, *[np.zeros(0, "i8")] * 4
+    chosen, run = copies[order], copies["run"][order] * size[order]
+    start, nbytes = chosen["src_at"], chosen["rows"] * run
+    end = start + (chosen["rows"] - 1) * chosen["src_pitch"] + run
+    other = (np.diff(moved[order], prepend=0) != 0) | (np.diff(chosen["dst_file"], prepend=0) != 0)
+    # ends of other distances and files lie before all of these
+    apart = np.cumsum(other) * (int(end.max()) + 1)
+    before = np.roll(np.maximum.accumulate(end + apart), 1)
+    before[0] = 0
+    starts = other | (start + apart >= before)
+    starts[0] = True
+    first = np.flatnonzero(starts)
     length = np.maximum.reduceat(end, first) - start[first]
-    if (np.add.reduceat(nbytes, first) != length).any():
-        return None
-    chosen = copies[order][first]
-    return Spans(chosen["src_file"], chosen["dst_file"], chosen["dst_at"], start[first], length)
+    full = np.add.reduceat(nbytes, first) == length
+    covered[order] = full[np.cumsum(starts) - 1]
+    one = chosen[first]
+    columns = one["dst_file"], one["dst_at"], one["src_at"], length
+    return covered, *(column[full] for column in columns)
 
 
-def pieces_of(plan: Plan, model: Checkpoint, memory: Memory, how: RunSettings) -> Pieces | None:
-    """Returns what writes the elements of a plan that the ranks hold; None if their values change
-    on the way, or if they come as rows into files that are no Hugging Face directory.
+def pieces_of(
+    plan: Plan, model: Checkpoint | None, memory: Memory, how: RunSettings, copies: np.ndarray
+) -> Pieces:
+    """Returns what writes elements of a plan whose values do not change on the way.
+
+    model: as it is; None if adapters are merged into it on the way, or left out. copies: those of
+    this rank that read its memory.
     """
-    if plan.target.format == formats.HUGGING_FACE:
-        if plan.target.quantize or isinstance(model, AdapterCheckpoint):
-            return None
-        return Gathered(plan, model, memory, how)
-    copies = _live(plan, model)
-    spans = _spans(copies, plan.joined.casts) if len(copies) else None
-    if spans is None:
-        return None
-    ranks, (rank, _) = ranks_of(model), rank_and_world()
-    held = np.array([ranks.rank_of(file) == rank for file in range(len(ranks.files))])
-    return Own(Spans(*(part[held[spans.source]] for part in spans)), memory, how)
+    if plan.target.format != formats.HUGGING_FACE:
+        return Own(plan, copies, memory, how)
+    if model is None or plan.target.quantize:
+        return Pieces(memory, how, np.zeros(len(copies), bool))
+    return Gathered(plan, model, memory, how, len(copies))
 
 
 def _live(plan: Plan, model: Checkpoint) -> np.ndarray:

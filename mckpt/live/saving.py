@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from msgspec import structs
@@ -136,15 +136,21 @@ def save(
 
     plan = own_result(planned)
     own_result(lambda: _ready(memory))
-    pieces = None if wanted is not model else pieces_of(plan, model, memory, how)
+    copies = _copies_of(plan)
+    own = copies["src_file"] < len(ranks_of(plan.source).files)
+    live = copies[own]
+    pieces = pieces_of(plan, wanted if wanted is model else None, memory, how, live)
+    part = _Part(pieces, live[~pieces.covered], copies[~own])
+    copy.need(part.left["src_at"])
     if background:
-        own_result(copy.fill if pieces is None else pieces.hold)
+        own_result(pieces.hold)
+        own_result(copy.fill)
         pool = ThreadPoolExecutor(1, "mckpt-live")
-        found = pool.submit(_write, plan, how, copy, pieces, _group())
+        found = pool.submit(_write, plan, how, copy, part, _group())
         pool.shutdown(wait=False)
         return found
     done: Future[dict[str, Any]] = Future()
-    done.set_result(_write(plan, how, copy, pieces, None))
+    done.set_result(_write(plan, how, copy, part, None))
     return done
 
 
@@ -220,6 +226,24 @@ def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Pla
     return plan
 
 
+class _Part(NamedTuple):
+    """What this rank does for a checkpoint."""
+
+    pieces: Pieces
+    left: np.ndarray  # copies from its memory that `pieces` does not cover
+    carried: np.ndarray  # copies from files, which rank 0 does
+
+
+def _copies_of(plan: Plan) -> np.ndarray:
+    """Returns the copies of this rank."""
+    rank, _ = rank_and_world()
+    copies, ranks = plan.joined.copies, ranks_of(plan.source)
+    numbers = range(len(plan.transfer.sources))
+    holders = [ranks.rank_of(file) if file < len(ranks.files) else 0 for file in numbers]
+    found: np.ndarray = copies[np.array(holders, "i4")[copies["src_file"]] == rank]
+    return found
+
+
 class _HostCopy:
     """The weights of this rank in a file in the memory of the host: all, or a portion after the
     other, of which two are there at a time.
@@ -230,6 +254,7 @@ class _HostCopy:
         ranks, (rank, _) = ranks_of(model), rank_and_world()
         self.memory, self.most = memory, how.max_memory
         self.threads = how.threads
+        self.weights: Sequence[Weight] = memory.weights  # that are copied
         self.whole = False
         self.file = open(os.memfd_create("mckpt-live"), "r+b")  # noqa: SIM115
         self.file.truncate(max(memory.nbytes, 1))
@@ -245,9 +270,14 @@ class _HostCopy:
         self.mapped.close()
         self.file.close()
 
+    def need(self, places: np.ndarray) -> None:
+        """Lets only the weights be copied that have these places."""
+        numbers = sorted({self.memory.number(place) for place in np.unique(places).tolist()})
+        self.weights = [self.memory.weights[number] for number in numbers]
+
     def fill(self) -> None:
-        """Copies all weights."""
-        self._fill(self.memory.weights)
+        """Copies all of them."""
+        self._fill(self.weights)
         self.whole = True
 
     def portions(self) -> Iterator[tuple[int, int]]:
@@ -257,7 +287,8 @@ class _HostCopy:
         if self.whole:
             yield 0, self.memory.nbytes
             return
-        listed = list(self._split())
+        if not (listed := list(self._split())):
+            return
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(self._fill, listed[0])
             for portion, after in zip(listed, [*listed[1:], []], strict=True):
@@ -273,12 +304,13 @@ class _HostCopy:
     def _split(self) -> Iterator[list[Weight]]:
         """Yields weights that follow each other: at most `most` bytes, or one."""
         portion: list[Weight] = []
-        for weight in self.memory.weights:
+        for weight in self.weights:
             if portion and weight.at + weight.nbytes - portion[0].at > self.most:
                 yield portion
                 portion = []
             portion.append(weight)
-        yield portion
+        if portion:
+            yield portion
 
     def _fill(self, weights: Sequence[Weight]) -> None:
         """Copies some weights, in several threads: the system makes the memory of the file page by
@@ -319,17 +351,16 @@ def _ready(memory: Memory) -> None:
 
 
 def _write(
-    plan: Plan, how: RunSettings, copy: _HostCopy, pieces: Pieces | None, group: Any
+    plan: Plan, how: RunSettings, copy: _HostCopy, part: _Part, group: Any
 ) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: this rank's weights, which is closed at the end. pieces: writes what is not
-    carried from files. group: through which the
+    copy: this rank's weights, which is closed at the end. group: through which the
     ranks speak, and which is ended too; None is the default group.
     """
     rank, _ = rank_and_world()
     try:
-        write = partial(_moved, plan, how, copy, pieces, group)
+        write = partial(_moved, plan, how, copy, part, group)
         publisher: Once | None = None
         with ExitStack() as stack:
 
@@ -360,7 +391,7 @@ def _moved(
     plan: Plan,
     how: RunSettings,
     copy: _HostCopy,
-    pieces: Pieces | None,
+    part: _Part,
     group: Any,
     data: Path,
 ) -> list[str]:
@@ -368,22 +399,14 @@ def _moved(
     Returns the checksums of all files.
     """
     rank, world = rank_and_world()
-    copies, ranks = plan.joined.copies, ranks_of(plan.source)
-    # rank 0 copies the tensors that are carried from files
-    numbers = range(len(plan.transfer.sources))
-    holders = [ranks.rank_of(file) if file < len(ranks.files) else 0 for file in numbers]
-    copies = copies[np.array(holders, "i4")[copies["src_file"]] == rank]
-    carried = copies["src_file"] >= len(ranks.files)
-    places = np.where(carried, 0, copies["src_at"])
     batches = Batches(plan.transfer, data, how.copying())
 
     def move() -> list[list[Range]]:
-        if pieces is not None:
-            pieces.write(batches)
-            batches.do(copies[carried], lambda: None)
-        for first, end in copy.portions() if pieces is None else ():
-            inside = (places >= first) & (places < end)
-            batches.do(copies[inside], lambda: None)
+        part.pieces.write(batches)
+        batches.do(part.carried, lambda: None)
+        places = part.left["src_at"]
+        for first, end in copy.portions():
+            batches.do(part.left[(places >= first) & (places < end)], lambda: None)
         batches.sync()
         return batches.ranges
 
