@@ -81,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
         self.key = unquote(parts.path).lstrip("/")
         if self.key == "_control":
             return self.control()
+        # the JSON interface of Google's store, by which tensorstore reads
+        if found := re.fullmatch(r"storage/v1/b/([^/]+)/o/(.+)", self.key):
+            self.key = f"{found[1]}/{found[2]}"
         user = re.search(r"Credential=([^/]+)", self.headers.get("Authorization", ""))
         with self.state.lock:
             self.state.log.append(f"{self.command} {self.path}")
@@ -185,6 +188,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Length", str(last - first + 1))
             self.send_header("ETag", tag)
+            self.send_header("x-goog-generation", str(os.stat(path).st_mtime_ns))
             self.send_header("Last-Modified", formatdate(os.stat(path).st_mtime, usegmt=True))
             if status == 206:
                 self.send_header("Content-Range", f"bytes {first}-{last}/{size}")

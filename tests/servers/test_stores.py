@@ -883,23 +883,32 @@ def test_the_images_of_a_model_card_go_to_a_store_and_come_back(cli, tmp_path):
     assert (tmp_path / "back/hf/figures/a.png").read_text() == "a.png"
 
 
+@pytest.mark.parametrize("cloud", ["s3", "gs"])
 def test_arrays_of_orbax_are_read_from_the_store(
-    server: Server, bucket: str, tmp_path: Path
+    cloud: str, server: Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tensorstore reads them, of the server that the environment names."""
     pytest.importorskip("tensorstore")
+    key = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+    key["gcs_base_url"] = server.url
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))  # of obstore
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
     good("hf-to-megatron", SRC, tmp_path / "out", "--format", "orbax")
-    server.put("maxtext-runs", tmp_path / "out/release", "run/")
-    items = "s3://maxtext-runs/run/items"
+    runs = f"maxtext-{cloud}"
+    server.put(runs, tmp_path / "out/release", "run/")
+    items = f"{cloud}://{runs}/run/items"
     server.set()
     assert "format: orbax" in good("inspect", items).out
     assert "sound" in good("check", items, "--like", SRC).out
     good("megatron-to-hf", items, tmp_path / "hf", "--like", SRC)
     assert good("diff", SRC, tmp_path / "hf").out.startswith("the same to the last bit")
     log = server.control()["log"]
-    assert any("GET /maxtext-runs/run/items/d/" in line for line in log), log
-    for key, path in server.keys("maxtext-runs").items():
-        if "/d/" not in key and not key.endswith(("/manifest.ocdbt", "/_METADATA")):
+    json_api = "/storage/v1/b/maxtext-gs/o/run%2Fitems%2Fd%2F"
+    asked = json_api if cloud == "gs" else f"/{runs}/run/items/d/"
+    assert any(f"GET {asked}" in line for line in log), log
+    for name, path in server.keys(runs).items():
+        if "/d/" not in name and not name.endswith(("/manifest.ocdbt", "/_METADATA")):
             continue
         raw = path.read_bytes()
         path.write_bytes(raw[: len(raw) // 2])
