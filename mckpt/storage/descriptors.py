@@ -40,7 +40,8 @@ def is_remote(fd: int) -> bool:
 
 def any_remote(paths: Iterable[str | Path]) -> bool:
     """Returns whether some of these files are not completely on this machine."""
-    return any(sparse_copy.holes(path) is not None for path in paths)
+    found = (sparse_copy.holes(path) for path in paths)
+    return any(holes is not None and holes.of.is_remote for holes in found)
 
 
 def pread(fd: int, nbytes: int, at: int) -> bytes:

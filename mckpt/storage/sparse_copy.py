@@ -54,6 +54,7 @@ class SparseCopy:
         self.files: dict[str, Holes] = {}  # files that have holes, by name
         self.lock = threading.Lock()
         self.note = ""  # what a plan states about the place
+        self.is_remote = True  # reads wait for a server, and not for a core
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Lets another process make a sparse copy of its own of the same URL. A pickled store has

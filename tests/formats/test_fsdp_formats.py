@@ -20,7 +20,7 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron import chunked, fsdp_writing
 from tests.formats.test_optimizer_files import change_args
-from tests.helpers import made_models, tiny
+from tests.helpers import damages, made_models, tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import unpack
@@ -329,6 +329,13 @@ def without(keys: Callable[[str], bool]) -> Callable[[dict[str, Any], dict[Any, 
             del items[place]
 
     return change
+
+
+@pytest.mark.parametrize("name", [FSDP, V2])
+def test_damage_of_each_file_is_found(name: str, tmp_path: Path) -> None:
+    saved = unit(unpacked(name, tmp_path))
+    like = ("--like", tmp_path / name / "hf") if name == V2 else ()
+    damages.of_each_file(saved, tmp_path / "out", *like)
 
 
 def test_a_truncated_file_is_named(saved: Path, tmp_path: Path) -> None:

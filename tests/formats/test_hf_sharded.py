@@ -20,7 +20,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from tests.helpers import tiny
+from tests.helpers import damages, tiny
 from tests.helpers.commands import Pt, good, refused, save_hostile
 from tests.helpers.commands import mckpt as run
 from tests.helpers.fsdp_samples import SMALL, SMALL_MOE
@@ -260,6 +260,15 @@ def test_damage_is_an_error_that_names_its_place(name: str, dense: Path, tmp_pat
     code = 8 if "hostile" in name else 3
     refused(code, *words, args=("megatron-to-hf", source, tmp_path / "out"))
     assert not (tmp_path / "out").exists() and not (source / "mark").exists()
+
+
+@pytest.mark.parametrize("form", ["verl", "model"])
+def test_damage_of_each_file_is_found(form: str, dense: Path, tmp_path: Path) -> None:
+    """The elements of safetensors have no checksums."""
+    source = shutil.copytree(dense / form, tmp_path / form)
+    for path in source.glob("optim*"):
+        path.unlink()
+    damages.of_each_file(source, tmp_path / "out", checksums=form == "verl")
 
 
 def test_check_finds_a_flipped_byte(dense: Path, tmp_path: Path) -> None:

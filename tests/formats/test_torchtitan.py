@@ -20,7 +20,7 @@ import pytest
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.options import SourceOptions
-from tests.helpers import tiny
+from tests.helpers import damages, tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as run
 
@@ -153,6 +153,10 @@ def test_a_file_that_is_cut_or_lost_is_an_error(cut: bool, step: Path, tmp_path:
         path.write_bytes(raw[:-500])
     args = ("megatron-to-hf", step, tmp_path / "out", "--like", step.parent / "hf")
     refused(3, path.name, args=args)
+
+
+def test_damage_of_each_file_is_found(step: Path, tmp_path: Path) -> None:
+    damages.of_each_file(step, tmp_path / "out", "--like", step.parent / "hf")
 
 
 def test_tensors_and_states_that_are_lost_are_named(step: Path, tmp_path: Path) -> None:

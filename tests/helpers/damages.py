@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+import mckpt as package
 from mckpt.containers import safe_pickle
 from mckpt.containers.dcp_metadata import read_metadata
 from tests.helpers import lora, tiny
@@ -19,7 +20,9 @@ from tests.helpers.commands import (
     Pt,
     edit_json,
     emit,
+    good,
     hostile_pickle,
+    mckpt,
     restate,
     save_hostile,
     save_pt,
@@ -90,6 +93,39 @@ def copied(old: str, new: str) -> Damage:
         if (src / old).is_dir()
         else shutil.copy(src / old, src / new)
     )
+
+
+def of_each_file(source: Path, out: Path, *more: object, checksums: bool = True) -> None:
+    """Renames, cuts and changes one file after the other, but for configs. `megatron-to-hf` must end
+    with an error, or write what it writes of the whole checkpoint. If it does neither, `check` must
+    find a byte that was changed.
+
+    more: options of both commands. checksums: the files have checksums of their data.
+    """
+    good("megatron-to-hf", source, out / "whole", *more)
+    errors = 0
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.suffix not in (".txt", ".json")]
+    for number, path in enumerate(files):
+        content = path.read_bytes()
+        cuts = [content[: len(content) // 2], content[:-1]]
+        for at in (len(content) * part // 9 for part in (2, 5, 8)):
+            cuts.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        for kind, damaged in enumerate([None, *cuts]):
+            path.unlink()
+            (path if damaged is not None else Path(f"{path}.old")).write_bytes(damaged or content)
+            made = out / f"{number}-{kind}"
+            said = mckpt("megatron-to-hf", source, made, *more)
+            assert "Traceback" not in said.err, said
+            wrong = not said.code and bool(package.diff(out / "whole", made))
+            assert not wrong or kind > 2, (path, kind)
+            if wrong and checksums:
+                found = mckpt("check", source, *more)
+                assert found.code == 3 and path.name in found.out, (path, kind, found)
+            errors += bool(said.code)
+            Path(f"{path}.old").unlink(missing_ok=True)
+            path.write_bytes(content)
+    assert errors >= 2, "no damage of the index was found"
 
 
 # ---- directories of Hugging Face

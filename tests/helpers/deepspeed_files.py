@@ -61,7 +61,7 @@ def write(form: str, hf: Path, out: Path, prefix: str = "", frozen: str = "-") -
     # in an order that is not that of the model
     names = sorted(weights.keys() - fixed, reverse=True)
     groups = [[n for n in names if (weights[n].dim() > 1) == matrix] for matrix in (True, False)]
-    model = {
+    model: dict[str, Any] = {
         **{"module": {n: weights[n].bfloat16() for n in names}, "buffer_names": []},
         "param_shapes": [{n: weights[n].shape for n in group} for group in groups],
         **{"shared_params": {}, "global_steps": 7, "dp_world_size": RANKS},

@@ -63,7 +63,8 @@ States = dict[str, dict[str, str]]  # key of a weight -> state -> key of the sta
 class TorchDcp:
     """An opened checkpoint whose keys are those of modules, under a prefix."""
 
-    quantised, notes = False, ()
+    quantised = False
+    notes: tuple[str, ...] = ()
     prefix = MODEL
 
     def __init__(self, path: Path, format: Format | None = None) -> None:
