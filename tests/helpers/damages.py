@@ -96,7 +96,7 @@ def copied(old: str, new: str) -> Damage:
 
 
 def of_each_file(source: Path, out: Path, *more: object, checksums: bool = True) -> None:
-    """Renames, cuts and changes one file after the other, but for configs. `megatron-to-hf` must end
+    """Renames, cuts and changes one file after the other, not configs. `megatron-to-hf` must end
     with an error, or write what it writes of the whole checkpoint. If it does neither, `check` must
     find a byte that was changed.
 
