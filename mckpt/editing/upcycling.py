@@ -12,6 +12,9 @@ of gate and up, and the same columns of down. The router has a row for each of t
 The chosen experts have weights whose sum is 1, so the sum of their outputs is that of the mlp
 divided by the granularity. The form `exact` multiplies down by it. The form `megatron` is that of
 megatron/core/transformer/moe/upcycling_utils.py, which multiplies gate and up too.
+
+No class of transformers has experts with squared ReLUs beside the attention of Nemotron-4 and
+Minitron: the result is a checkpoint of Megatron alone.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ DOWN, ROUTER = MLP_OF.format("down"), "layers.{layer}.moe.router.weight"
 # of a weight that is multiplied by s, a state is multiplied by s to this power, because the
 # gradient of the loss is divided by s
 POWERS = {"": 1, MASTER: 1, "exp_avg": -1, "exp_avg_sq": -2, "momentum_buffer": -1}
+SQUARED = "squared_relu"
 PLAIN = ("float32", "bfloat16", "float16")  # dtypes that are multiplied in float32
 
 
@@ -134,8 +138,8 @@ class Upcycle(Edit):
             **shared,
         }
 
-    def family(self, family: MappingFile | None, dims: Dims) -> MappingFile:
-        return _families(dims)[0]
+    def family(self, family: MappingFile | None, dims: Dims) -> MappingFile | None:
+        return next(iter(_families(dims)), None)
 
     def _refuse(self, dims: Dims) -> None:
         """Raises UsageError for a model that is not a dense decoder, and for other numbers."""
@@ -172,7 +176,7 @@ class Upcycle(Edit):
 
     def _refuse_without_family(self, dims: Dims) -> None:
         """Raises UsageError unless a family with experts can express the edited model."""
-        if _families(after := self.dims(dims)):
+        if _families(after := self.dims(dims)) or dims["activation"] == SQUARED:
             return
         near = [
             f"; {'; '.join(why.values())}"
@@ -188,11 +192,14 @@ class Upcycle(Edit):
             + "; docs/surgery.md lists the models that can be upcycled" * (not fits)
         )
 
-    def _factor(self, part: str, gated: bool = True) -> float:
-        """Returns the number by which the weights gate, up or down are multiplied."""
+    def _factor(self, part: str, three: bool = True) -> float:
+        """Returns the number by which the weights gate, up or down are multiplied.
+
+        three: it is a factor of the output three times: of gate, up and down, or squared and down.
+        """
         if self.form == "exact":
             return float(self.granularity if part == "down" else 1)
-        return float(self.granularity ** (1 / 3 if gated else 1 / 2))
+        return float(self.granularity ** (1 / 3 if three else 1 / 2))
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         self._refuse(dims)
@@ -208,17 +215,18 @@ class Upcycle(Edit):
             if rest:
                 stored.append(replace(s, pieces=rest, view=True) if names else s)
             for name in names if not s.replica else ():
-                stored += self._experts(s, name, width, dims["gated"])
+                three = dims["gated"] or dims["activation"] == SQUARED
+                stored += self._experts(s, name, width, three)
         out = replace(layout, stored=stored, shapes=shapes)
         out = self._with_router(out, layout, dims)
         return self._with_shared(out, layout, dims) if self.shared else out
 
-    def _experts(self, s: Stored, name: str, width: int, gated: bool) -> Iterator[Stored]:
+    def _experts(self, s: Stored, name: str, width: int, three: bool) -> Iterator[Stored]:
         """Yields the experts of stored tensors with this name, one shard of the mlp for each."""
         found = MLP.fullmatch(name)
         assert found is not None
         part, state = found[1], found[2] or ""
-        axis, factor = int(part == "down"), self._factor(part, gated)
+        axis, factor = int(part == "down"), self._factor(part, three)
         if factor != 1:
             factor = _factor_of(s, state, factor)
         every = [(row, layer) for row, layer in enumerate(s.layer.tolist())] * self.experts

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import mckpt
-from tests.helpers import tiny
-from tests.helpers.commands import good, python
+from tests.helpers import made_models, tiny
+from tests.helpers.commands import good, python, refused
 from tests.helpers.judging import ask
 
 pytestmark = pytest.mark.judge
@@ -117,6 +118,32 @@ def test_megatron_computes_the_logits_of_the_dense_model(tmp_path: Path) -> None
     logits = ask("forward", **case, tp=2, ep=2)["logits"]
     wanted = tiny.hf_logits(hf, tokens)
     assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.newest
+def test_squared_relus_become_experts_of_megatron_alone(tmp_path: Path) -> None:
+    made_models.make(["nemotron"], tmp_path)
+    hf = tmp_path / "nemotron"
+    config = json.loads((hf / "config.json").read_text())
+    config |= {"mlp_bias": False, "attention_bias": False}  # as Nemotron-4
+    (hf / "config.json").write_text(json.dumps(config))
+    held = load_file(hf / "model.safetensors")
+    tiny.write_weights(hf, {n: t for n, t in held.items() if not n.endswith("proj.bias")})
+    mckpt.convert(hf, tmp_path / "dense", tp=2, dtype="fp32")
+    tokens = made_models.tokens("nemotron")
+    wanted = tiny.hf_logits(hf, tokens)
+    for form in ("exact", "megatron"):  # both keep the function of squared ReLUs
+        moe = tmp_path / form
+        text = f"upcycle: {{experts: 4, topk: 4, granularity: 2, form: {form}}}"
+        mckpt.edit(tmp_path / "dense", moe, [text], tp=2, ep=2, etp=1)
+        assert mckpt.check(moe).verdict == "sound"
+        assert not (moe / "hf" / "config.json").exists()
+        case: dict[str, Any] = {"checkpoint": str(moe), "tokens": tokens.tolist()}
+        case |= {"impl": "transformer_engine", "te": True}
+        logits = ask("forward", **case, tp=2, ep=2, etp=1)["logits"]
+        assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max(), form
+    words = "no class of transformers computes the edited model; give --format torch_dist"
+    refused(2, words, args=("edit", hf, tmp_path / "no", "--edit", text))
 
 
 def test_the_training_of_the_dense_model_goes_on(tmp_path: Path) -> None:
