@@ -33,8 +33,7 @@ class Changes:
     """What changed in a segment."""
 
     new: torch.Tensor  # the bits of all its elements
-    # the number of changes in each group, and behind them what changes in the digest of each tensor
-    tally: torch.Tensor
+    tally: torch.Tensor  # changes of each group, and behind them of the digest of each tensor
 
     def write(self, place: torch.Tensor, bits: torch.Tensor) -> None:
         """Writes the places in the bucket of all changes, ascending, and their bits."""
@@ -208,6 +207,7 @@ class _ByKernels(Changes):
         ends = self.counts.cumsum(0)
         given = self.new, self.slots, self.counts, ends, self.first, place, bits
         collect[(len(self.counts),)](*given, BLOCK, LANES, num_warps=2)
+        del self.slots, self.counts  # which are as large as the segment
 
 
 def _differing(

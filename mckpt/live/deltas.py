@@ -99,6 +99,7 @@ class Kept:
             for at in every:  # one bucket is compared and one is on its way, while one is yielded
                 found, ahead = ahead, self._compared(at + 1, based)
                 ready, before = before, self._bucket(at, found, based, of)
+                found = None  # whose memory the next comparison can have
                 yield from ready
             yield from before
             at = len(every)
@@ -137,7 +138,9 @@ class Kept:
                 )
 
     def _bucket(self, at: int, found: _Told | None, based: bool, of: Deltas) -> Iterator[Delta]:
-        """Begins to send what changed in a bucket, and returns what this rank receives of it."""
+        """Returns what this rank receives of a bucket, of which it begins to send what changed. A
+        bucket that goes whole is sent when it is asked for.
+        """
         sync, places, bucket = self.sync, self.places[at], self.sync._plan.listed[at]
         assert found is not None
         tally, groups = self._agree(found), len(places.rank_of)

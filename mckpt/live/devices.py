@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def has_kernels(device: torch.device, capability: tuple[int, int] = (0, 0)) -> bool:
+def has_kernels(device: torch.device, capability: tuple[int, int] = (7, 0)) -> bool:
     """Returns whether the kernels of `live.kernels` run on a device: one of CUDA, of at least this
-    capability, where Triton is there.
+    capability, where Triton is there. Triton compiles for 7.0 and later.
     """
     import torch
 

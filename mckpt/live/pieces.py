@@ -25,6 +25,7 @@ from mckpt import formats
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.moving import RunSettings
 from mckpt.conversion.planning import Plan
+from mckpt.errors import MckptError
 from mckpt.execute.checksums import UNKNOWN
 from mckpt.execute.files import write_at
 from mckpt.execute.piecewise import Batches
@@ -43,13 +44,13 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 16 << 20  # bytes that a thread copies and writes at a time
-BUCKET = 256 << 20  # bytes of a call of `Sync`, of which the device holds two
+BUCKET = 256 << 20  # bytes that a `Sync` has on its way
 # file, first byte, and the bytes that come there
 Piece = tuple[int, int, "torch.Tensor"]
 
 
 class Pieces:
-    """What this rank writes into the files of a plan: nothing, but in the classes below."""
+    """What this rank writes into the files of a plan. This class writes nothing."""
 
     def __init__(self, memory: Memory, how: RunSettings, covered: np.ndarray) -> None:
         """covered: a mask of the copies of this rank that need not be done."""
@@ -57,6 +58,9 @@ class Pieces:
         self.size = max(min(PIECE, how.max_memory // how.threads), LEAST_MEMORY)
         self.held: list[Piece] | None = None  # in the memory of the host
         self.covered = covered
+
+    def make_room(self) -> None:
+        """Makes sure that the device has the memory that this needs, before other ranks wait."""
 
     def ranges(self) -> Iterator[Piece]:
         """Yields ranges of the files, of any sizes, as they are there to be written."""
@@ -117,15 +121,18 @@ class Pieces:
         failed: Exception | None = None
         pending: deque[Future[None]] = deque()
         with ThreadPoolExecutor(self.threads) as pool:
-            for piece in pieces:
-                if failed is not None:
-                    continue
-                on_device = piece[2].is_cuda
-                ready = torch.cuda.current_stream().record_event() if on_device else None
-                pending.append(pool.submit(run, piece, ready))
-                del piece
-                while len(pending) > 2 * self.threads and failed is None:
-                    failed = refusal_of(pending.popleft().result)
+            try:
+                for piece in pieces:
+                    if failed is not None:
+                        continue
+                    on_device = piece[2].is_cuda
+                    ready = torch.cuda.current_stream().record_event() if on_device else None
+                    pending.append(pool.submit(run, piece, ready))
+                    del piece
+                    while len(pending) > 2 * self.threads and failed is None:
+                        failed = refusal_of(pending.popleft().result)
+            except MckptError as error:
+                failed = failed or error
             for one in pending:
                 failed = failed or refusal_of(one.result)
         if failed is not None:
@@ -153,11 +160,18 @@ class Gathered(Pieces):
         listed = [row for *_, row in self.places.values()]
         owned = _owned(listed, rank_and_world()[1])
         # which also has a row of the largest tensor, such as one expert of all that lie together
-        most = max(BUCKET, *(row.nbytes // max(row.shape[0], 1) for row in listed if row.shape))
+        most = max([BUCKET, *(row.nbytes // row.shape[0] for row in listed if row.shape)])
         args = plan.target, most, owned.__getitem__, how.allow_overflow
         self.sync = Sync.of_files(memory, model, *args)
         wanted = {row.key: (getattr(torch, row.dtype), tuple(row.shape)) for row in listed}
-        assert self.sync.tensors == wanted, "a Sync has the tensors of the plan"
+        if self.sync.tensors != wanted:
+            raise MckptError("the tensors of a Sync are not those of the plan; report this")
+        self.room = 4 * most
+
+    def make_room(self) -> None:
+        import torch
+
+        torch.empty(self.room, dtype=torch.uint8, device=self.device)
 
     def ranges(self) -> Iterator[Piece]:
         import torch

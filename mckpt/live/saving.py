@@ -1,9 +1,10 @@
-"""Writes a live model as a checkpoint of any format: each rank writes its own elements.
+"""Writes a live model as a checkpoint of any format: all ranks write its files together, and rank 0
+publishes it when it is complete.
 
-Each rank copies its weights to the memory of the host, as one file without a name: portion after
-portion, or all at once in the background, after which the model may change. The copies of a
-conversion move from that file into the files of the new checkpoint, which all ranks write together;
-rank 0 publishes it when it is complete.
+What the files have as it lies on the ranks, and whole tensors of a Hugging Face directory, go there
+straight (`live.pieces`). Of the other weights, each rank makes a copy in the memory of the host, as
+one file without a name: portion after portion, or all at once in the background. The copies of a
+conversion move from that file into the files of the new checkpoint.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def save(
         as a directory of PEFT, with format "hf".
     threads: of each rank; 0 means one for each core that it has, at most 8.
     max_memory: bytes of the buffers of one rank. Beside them the host holds two portions of its
-        weights, each of as many bytes or of one weight; with `background` it holds a copy of all.
+        weights, each of as many bytes or of one weight; with `background` a copy of all that the
+        rank writes.
 
     The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
     Without sizes it has those of the model.
@@ -142,6 +144,7 @@ def save(
     pieces = pieces_of(plan, wanted if wanted is model else None, memory, how, live)
     part = _Part(pieces, live[~pieces.covered], copies[~own])
     copy.need(part.left["src_at"])
+    own_result(pieces.make_room)
     if background:
         own_result(pieces.hold)
         own_result(copy.fill)
@@ -276,7 +279,7 @@ class _HostCopy:
         self.weights = [self.memory.weights[number] for number in numbers]
 
     def fill(self) -> None:
-        """Copies all of them."""
+        """Copies the weights that are needed, all at once."""
         self._fill(self.weights)
         self.whole = True
 
