@@ -1,4 +1,4 @@
-"""What changed in a segment of a bucket: by the functions of torch, or by kernels that read the
+"""Finds what changed in a segment of a bucket, by functions of torch or by kernels that read the
 segment and what was held of it once.
 
     segment   [block of 2048 elements | block | ...]   --> the elements of each block that differ
@@ -30,14 +30,14 @@ STEPS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd number
 
 
 class Changes:
-    """What changed in a segment."""
+    """The elements of a segment that have changed."""
 
     new: torch.Tensor  # the bits of all its elements
     tally: torch.Tensor  # changes of each group, and behind them of the digest of each tensor
 
     def write(self, place: torch.Tensor, bits: torch.Tensor) -> None:
         """Writes the places in the bucket of all changes, ascending, and their bits."""
-        raise NotImplementedError  # in the two classes below
+        raise NotImplementedError  # the two classes below do it
 
 
 class Places:
@@ -89,7 +89,8 @@ class Places:
     def counts(self, tally: np.ndarray) -> dict[int, int]:
         """Returns the number of changes on each rank that has some. tally: that of all ranks."""
         found = defaultdict[int, int](int)
-        for rank, count in zip(self.rank_of, tally.tolist(), strict=False):  # the groups
+        # strict=False: behind the groups a tally has digests
+        for rank, count in zip(self.rank_of, tally.tolist(), strict=False):
             found[rank] += count
         return {rank: count for rank, count in found.items() if count}
 

@@ -280,7 +280,7 @@ class Kept:
 
 
 class _Told(NamedTuple):
-    """What this rank tells the others of a bucket."""
+    """A message of this rank to all others about a bucket."""
 
     changes: Changes | None
     failed: Exception | None

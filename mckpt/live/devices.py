@@ -1,4 +1,4 @@
-"""What a device can do for itself."""
+"""Tells whether a device can run the kernels."""
 
 from __future__ import annotations
 

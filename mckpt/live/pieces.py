@@ -50,7 +50,7 @@ Piece = tuple[int, int, "torch.Tensor"]
 
 
 class Pieces:
-    """What this rank writes into the files of a plan. This class writes nothing."""
+    """Writes the part of this rank into the files of a plan. This class writes nothing."""
 
     def __init__(self, memory: Memory, how: RunSettings, covered: np.ndarray) -> None:
         """covered: a mask of the copies of this rank that need not be done."""

@@ -230,7 +230,7 @@ def _planned(model: Checkpoint, dst: str | Path, options: dict[str, Any]) -> Pla
 
 
 class _Part(NamedTuple):
-    """What this rank does for a checkpoint."""
+    """The work of this rank for a checkpoint."""
 
     pieces: Pieces
     left: np.ndarray  # copies from its memory that `pieces` does not cover
