@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import zlib
 from bisect import bisect_right
@@ -35,6 +36,8 @@ from mckpt.storage.files import read_json
 INITS = ("mean", "normal", "zero", "subword")
 VARIANCE = 1e-9  # of new rows, as a part of that of the old ones: that of transformers
 BLOCK = 1024  # rows in memory at once
+ADDED = 256  # rows that one of the THREADS adds at once
+THREADS = 4  # at most
 ROWS = re.compile(r"(embed|lm_head)\.(weight|bias)(@.*)?")  # the tensors with a row for each token
 MOST_SHOWN = 8  # ranges of rows in a message
 _KEYS = {"size", "init", "seed", "tokenizer", "map"}
@@ -394,9 +397,15 @@ def _blocks(tensor: LogicalTensor) -> Iterator[np.ndarray]:
 
 
 def _mean(tensor: LogicalTensor) -> np.ndarray:
-    """Returns the mean of the rows, of sums in float64 of blocks."""
-    total = sum(block.sum(axis=0) for block in _blocks(tensor))
-    return np.asarray(total / tensor.shape[0], "f8")
+    """Returns the mean of the rows, of sums in float64 of blocks. Threads share the blocks."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def added(first: int) -> np.ndarray:
+        return _read(tensor, first, ADDED).sum(axis=0)
+
+    num = tensor.shape[0]
+    with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return np.asarray(sum(pool.map(added, range(0, num, ADDED))) / num, "f8")
 
 
 def _root(tensor: LogicalTensor, mean: np.ndarray) -> np.ndarray | None:

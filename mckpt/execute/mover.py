@@ -296,7 +296,7 @@ class _SlabCopy:
         terms = {self.mover.casts[c.cast].term for c in cluster.copies if c.cast != SAME} - {""}
         # the factors of a product are read for each step; other terms take scratch memory of it
         large = cluster.transposed or PRODUCT in terms
-        tile = 4 * TILE if terms else TILE
+        tile = 2 * TILE if terms else TILE
         rows = cluster.rows_within(most if large else min(tile, most), end - row)
         if rows < least:
             rows = min(least, cluster.rows_within(most, end - row))

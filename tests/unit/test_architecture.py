@@ -226,6 +226,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "conversion.optimizer",
             "conversion.store_journal",
             "conversion.to_store",
+            "editing.vocabulary",
             "execute.engine",
             "execute.files",
             "execute.measuring",
