@@ -607,7 +607,9 @@ def _inexact(
         inexact = refuse_inexact(accepted if bridge else stock, target, "Megatron")
         return {**source.files.inexact, **inexact}, _bridged(dialect, stock, inexact), []
     if source.is_megatron:
-        return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}, [], []
+        describing = dialect if dialect.has_args else file
+        lost = _lost(source, dialect, describing, dims, program, target)
+        return {**source.files.inexact, **lost}, [], []
     family = source.mapping
     config = read_config(source.path)
     values = family.unknown(config)
@@ -644,19 +646,23 @@ def _bridged(
 def _lost(
     source: Checkpoint,
     dialect: MappingFile,
+    describing: MappingFile,
     dims: Dims,
     program: dict[str, Any],
     target: TargetOptions,
 ) -> dict[str, str]:
     """Returns the features that another dialect, or a new run_config.yaml, cannot express, or the
     same dialect of an edited model, and that the user accepts.
+
+    describing: the file that writes the description of the model for the trainer of the target, its
+    args or its run_config.yaml.
     """
     same, new = source.mapping.name == dialect.name, target.run_config and source.args is not None
     args = {} if same and not new else {**lost_args(source), **lost_factors(source)}
     if same and not source.edited:
         return refuse_inexact(args, target, RUN_CONFIG)
     before = source.mapping.inexact(source.model.dims if source.edited else dims, program)
-    after = dialect.inexact(dims, program)
+    after = describing.inexact(dims, program)
     lost = {name: why for name, why in after.items() if name not in before} | args
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
