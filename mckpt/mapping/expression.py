@@ -111,6 +111,12 @@ def _starts(lengths: list[int]) -> list[int]:
     ]
 
 
+def _bfloat16(number: float) -> float:
+    """Returns the nearest value of bfloat16, whose mantissas have 8 bits."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
+
+
 def _of_layer(layers: dict[str, Any] | None, number: int, key: str) -> Any:
     """Returns the value of a key for one layer, from an object whose keys are numbers of layers,
     such as "5" or "05". None without it.
@@ -156,6 +162,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sum": lambda numbers: sum(numbers),  # Python's has a second argument: sum(lists, [])
     "power": math.pow,
     "sqrt": math.sqrt,
+    "bfloat16": _bfloat16,
     "split": lambda text, by: text.split(by),
     "join": _join,
     "replace": _replace,

@@ -62,6 +62,11 @@ SCOPE = {
         ("'torch.' + 'float32'", "torch.float32"),
         ("none != None", False),
         ("power(b, 2)", 6.25),
+        ("bfloat16(sqrt(2560))", 50.5),  # 50.596
+        ("bfloat16(sqrt(5376))", 73.5),  # 73.321
+        ("bfloat16(-257)", -256.0),
+        ("bfloat16(259)", 260.0),
+        ("bfloat16(0)", 0.0),
         ("sum(xs)", 2),
         ("concat([xs, [a], []])", [1, 0, 1, 3]),
         ("starts([2, 1, 2])", [0, 2, 3]),
