@@ -6,9 +6,11 @@ ORBAX_PYTHON is the Python of an environment with orbax-checkpoint 0.12.8.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,41 +26,68 @@ from tests.helpers.tiny import TinyModel
 tensorstore = pytest.importorskip("tensorstore")
 judged = pytest.mark.skipif(not maxtext.PYTHON, reason="ORBAX_PYTHON names no Python with Orbax")
 EXACT = ("qwen2", "qwen3-tied", "qwen3-moe", "deepseek-v3-plain", "llama-rope-scaled")
+ROUNDED = ("norm_offset", "embed_scale")
 INEXACT = {
     "llama": ("q_scale",),
     "mixtral": ("q_scale",),
     "gemma2": ("norm_offset", "embed_scale", "q_scale"),
+    **dict.fromkeys(("gemma3-4", "gemma3-6", "gemma3-8", "gemma3-13"), ROUNDED),
 }
 ACCEPT, APART = ("--allow-inexact", "q_scale"), ("--layer-keys", "per_layer")
 
 
-def expected(source: Path, scan: bool = True) -> maxtext.Arrays:
-    """Returns the arrays that MaxText's own conversion makes of a directory."""
+def arrays_of(source: Path) -> maxtext.Arrays:
+    """Returns the tensors of a Hugging Face directory."""
     import ml_dtypes
     import torch
     from safetensors.torch import load_file
 
-    config = json.loads((source / "config.json").read_text())
-    arrays = {
+    return {
         key: value.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         if value.dtype == torch.bfloat16
         else value.numpy()
         for file in source.glob("*.safetensors")
         for key, value in load_file(file).items()
     }
-    return maxtext.tree(config, arrays, scan)
+
+
+def expected(source: Path, scan: bool = True) -> maxtext.Arrays:
+    """Returns the arrays that MaxText's own conversion makes of a directory."""
+    config = json.loads((source / "config.json").read_text())
+    return maxtext.tree(config, arrays_of(source), scan)
 
 
 def model_of(case: str, tiny_model: TinyModel, folder: Path) -> Path:
-    """Returns a model; Gemma 2 with the scale of scores that its models of 2B and 9B have."""
-    if case != "gemma2":
+    """Returns a model; of Gemma with a scale of scores that published models have, and of Gemma 3
+    with the number of layers that the case names.
+    """
+    family, _, count = case.partition("-")
+    if family not in ("gemma2", "gemma3"):
         return tiny_model(case)
-    shutil.copytree(tiny_model(case), folder / "hf")
-    config = json.loads((folder / "hf/config.json").read_text())
-    tiny.write_json(
-        folder / "hf/config.json", config | {"query_pre_attn_scalar": config["head_dim"]}
-    )
-    return folder / "hf"
+    source, target = tiny_model(family), folder / case
+    config = json.loads((source / "config.json").read_text())
+    config["query_pre_attn_scalar"] = config["head_dim"]
+    if count == "8":  # as the model of 27B
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    target.mkdir()
+    if not count:
+        shutil.copy(source / "model.safetensors", target)
+    else:
+        config["num_hidden_layers"] = int(count)
+        tiny.write_weights(target, with_layers(arrays_of(source), int(count)))
+    tiny.write_json(target / "config.json", config)
+    return target
+
+
+def with_layers(arrays: maxtext.Arrays, count: int) -> maxtext.Arrays:
+    """Returns the tensors of a model with so many layers, of which no two are the same."""
+    names = {key.split(".", 3)[3] for key in arrays if key.startswith("model.layers.")}
+    had = len({key.split(".")[2] for key in arrays if key.startswith("model.layers.")})
+    out = {key: array for key, array in arrays.items() if not key.startswith("model.layers.")}
+    for number, name in itertools.product(range(count), sorted(names)):
+        array = arrays[f"model.layers.{number % had}.{name}"]
+        out[f"model.layers.{number}.{name}"] = np.roll(array, number // had)
+    return out
 
 
 def accepted(case: str) -> list[str]:
@@ -99,12 +128,15 @@ def test_the_arrays_are_those_of_maxtext(
     out = written(source, tmp_path / "out", *accepted(case), *(() if scan else APART))
     found = by_tensorstore(out / "release" / "items")
     same(found, expected(source, scan))
-    if maxtext.PYTHON and case in ("qwen3-moe", "llama", "gemma2"):
+    if maxtext.PYTHON and case in ("qwen3-moe", "llama", "gemma2", "gemma3-8"):
         same(maxtext.restore(out / "release" / "items", tmp_path), found)
     if case in EXACT:
         good("diff", source, out)
         good("megatron-to-hf", out, tmp_path / "back")
         good("diff", source, tmp_path / "back")
+    if case.startswith("gemma3"):
+        good("megatron-to-hf", out, tmp_path / "back")
+        same(arrays_of(tmp_path / "back"), there_and_back(source))
 
 
 @judged
@@ -151,11 +183,119 @@ def test_gemma_2_has_rows_that_the_model_does_not_have(
     theirs = by_tensorstore(back / "release/items")
     for key in (key for key in theirs if "norm" in key):  # which are not rounded again
         assert theirs[key].tobytes() == arrays[key].tobytes(), key
+    good("reshard", back, tmp_path / "megatron", "--target-format", "torch_dist")
+    good("diff", back, tmp_path / "megatron", "--atol", 2**-7)
     command = ("hf-to-megatron", source, tmp_path / "no", "--format", "orbax")
     refused(4, *accepted("gemma2"), args=command)
     config = json.loads((source / "config.json").read_text())
     tiny.write_json(source / "config.json", config | {"query_pre_attn_scalar": 3})
-    refused(4, "and Gemma 2 only", args=(*command, *accepted("gemma2")))
+    refused(4, "Gemma 2 and 3 only", args=(*command, *accepted("gemma2")))
+
+
+def there_and_back(source: Path) -> maxtext.Arrays:
+    """Returns the tensors of Gemma 3 that MaxText's to_huggingface makes of those that its
+    to_maxtext makes of a directory: the sums and products are rounded each way. Those of the vision
+    tower are the same.
+    """
+    import ml_dtypes
+
+    config, out = json.loads((source / "config.json").read_text()), {}
+    width = config.get("text_config", config)["hidden_size"]
+    one, root = map(ml_dtypes.bfloat16, (1, width**0.5))
+    for key, array in arrays_of(source).items():
+        if "embed_tokens" in key:
+            array = (array * root) / root
+        elif "norm" in key and "vision" not in key and "multi_modal" not in key:
+            array = (array + one) - one
+        out[key] = array
+    return out
+
+
+@judged
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("gemma3-6", ("ocdbt", "zarr3", "state")),
+        ("gemma3-13", ("zarr3",)),
+        ("gemma3-8", ("ocdbt", "unscanned")),
+    ],
+)
+def test_gemma_3_of_orbax_is_read(
+    case: str, how: tuple[str, ...], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = model_of(case, tiny_model, tmp_path)
+    arrays = expected(source, "unscanned" not in how)
+    step = maxtext.save(arrays, tmp_path / "run", *how)
+    good("megatron-to-hf", step, tmp_path / "back", "--like", source)
+    same(arrays_of(tmp_path / "back"), there_and_back(source))
+    good("check", step, "--like", source)
+    good(
+        *("reshard", step, tmp_path / "orbax", "--like", source, "--target-format", "orbax"),
+        *["--no-optimizer"] * ("state" in how),
+    )
+    same(by_tensorstore(tmp_path / "orbax" / "release" / "items"), arrays)
+
+
+@judged
+def test_gemma_3_keeps_its_vision_tower_beside_the_text_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(tiny_model("gemma3_vl"), source)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["query_pre_attn_scalar"] = config["text_config"]["head_dim"]
+    tiny.write_json(source / "config.json", config)
+    out = written(source, tmp_path / "out", *accepted("gemma3-8"))
+    arrays = by_tensorstore(out / "release" / "items")
+    same(arrays, expected(source))
+    good("megatron-to-hf", out, tmp_path / "back")
+    same(arrays_of(tmp_path / "back"), there_and_back(source))
+    # MaxText's own files of the models have fewer rows than these
+    key = "params.params.token_embedder.embedding"
+    fewer = maxtext.save({**arrays, key: arrays[key][:-64]}, tmp_path / "fewer", "ocdbt", "zarr3")
+    command = ("megatron-to-hf", fewer, tmp_path / "cut", "--like", source)
+    refused(3, "token_embedder.embedding is [192, 40]", args=command)
+    good(*command, "--set", "vocab_size=192")
+    wanted = there_and_back(source)
+    (name,) = (name for name in wanted if "embed_tokens" in name)
+    same(arrays_of(tmp_path / "cut"), {**wanted, name: wanted[name][:-64]})
+    # and a multimodal checkpoint has the tower
+    more = {"params.params.vision_encoder.Gemma3VisionEncoderLayer_0.pos_embedding": arrays[key]}
+    tower = maxtext.save({**arrays, **more}, tmp_path / "tower", "ocdbt", "zarr3")
+    refused(5, "pos_embedding", args=("megatron-to-hf", tower, tmp_path / "no", "--like", source))
+
+
+def test_gemma_3_of_megatron_becomes_maxtext_and_back(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = model_of("gemma3-8", tiny_model, tmp_path)
+    good("hf-to-megatron", source, tmp_path / "tp2", "--tp", 2, "--pp", 2)
+    command = ("reshard", tmp_path / "tp2", tmp_path / "orbax", "--target-format", "orbax")
+    refused(4, *accepted("gemma3-8"), args=command)
+    good(*command, *accepted("gemma3-8"))
+    same(by_tensorstore(tmp_path / "orbax" / "release" / "items"), expected(source))
+    sizes = ("--target-format", "torch_dist", "--target-tp", 2, "--target-pp", 2)
+    good("reshard", tmp_path / "orbax", tmp_path / "again", *sizes)
+    good("megatron-to-hf", tmp_path / "again", tmp_path / "back", "--like", source)
+    same(arrays_of(tmp_path / "back"), there_and_back(source))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"query_pre_attn_scalar": 24},  # neither the width of a head nor that of the model by head
+        {"sliding_window_pattern": 5},
+        {"attn_logit_softcapping": 50.0},
+    ],
+)
+def test_models_like_gemma_3_are_refused(
+    changed: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = model_of("gemma3-6", tiny_model, tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    tiny.write_json(source / "config.json", config | changed)
+    command = ("hf-to-megatron", source, tmp_path / "no", "--format", "orbax")
+    refused(4, "Gemma 2 and 3 only", args=(*command, *accepted("gemma3-6")))
 
 
 def test_megatron_becomes_maxtext_and_back(tiny_model: TinyModel, tmp_path: Path) -> None:

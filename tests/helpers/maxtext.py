@@ -10,6 +10,7 @@ nothing of mckpt. As a program it runs under another Python, which has orbax-che
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -53,8 +54,12 @@ ATTENTION = {
 
 def tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool = True) -> Arrays:
     """Returns the arrays of MaxText by their path."""
-    if config["architectures"][0] == "Gemma2ForCausalLM":
-        return gemma2_tree(config, hf, scan)
+    if gemma := GEMMA.get(config["architectures"][0]):
+        text = {
+            re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", k): hf[k]
+            for k in hf
+        }
+        return gemma(config.get("text_config", config), text, scan)
     layers, first = config["num_hidden_layers"], config.get("first_k_dense_replace")
     out = {
         "token_embedder.embedding": hf["model.embed_tokens.weight"],
@@ -129,15 +134,19 @@ NORMS = {
 }
 
 
+def times(array: np.ndarray, factor: float) -> np.ndarray:
+    return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+
+
+def plus_one(array: np.ndarray) -> np.ndarray:
+    return (array.astype(np.float32) + np.float32(1)).astype(array.dtype)
+
+
 def gemma2_tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool) -> Arrays:
     """Returns the arrays of Gemma 2, of which one layer has two of the model."""
 
-    def times(array: np.ndarray, factor: float) -> np.ndarray:
-        return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
-
     def norm(name: str) -> np.ndarray:
-        array = hf[f"{name}.weight"]
-        return (array.astype(np.float32) + np.float32(1)).astype(array.dtype)
+        return plus_one(hf[f"{name}.weight"])
 
     out = {
         "token_embedder.embedding": times(
@@ -164,10 +173,53 @@ def gemma2_tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: b
     return {PREFIX + key: np.ascontiguousarray(array) for key, array in out.items()}
 
 
+def gemma3_tree(config: Mapping[str, Any], hf: Mapping[str, np.ndarray], scan: bool) -> Arrays:
+    """Returns the arrays of Gemma 3. A scanned layer has six of the model, each with its own keys.
+    The layers that are left are not stacked.
+    """
+    # the factor is rounded before the product, and ml_dtypes rounds the product
+    embedding = hf["model.embed_tokens.weight"]
+    factor = embedding.dtype.type(ml_dtypes.bfloat16(config["hidden_size"] ** 0.5))
+    out = {
+        "token_embedder.embedding": embedding * factor,
+        "decoder.decoder_norm.scale": plus_one(hf["model.norm.weight"]),
+    }
+    each = []
+    for number in range(config["num_hidden_layers"]):
+        at = f"model.layers.{number}."
+        own = {f"{ours}.scale": plus_one(hf[f"{at}{name}.weight"]) for ours, name in NORMS.items()}
+        for ours, name in (("query", "q"), ("key", "k"), ("value", "v")):
+            array = hf[f"{at}self_attn.{name}_proj.weight"].T
+            own[f"self_attention.{ours}.kernel"] = array.reshape(
+                array.shape[0], -1, config["head_dim"]
+            )
+            if ours != "value":
+                own[f"self_attention.{ours}_norm.scale"] = plus_one(
+                    hf[f"{at}self_attn.{name}_norm.weight"]
+                )
+        array = hf[f"{at}self_attn.o_proj.weight"].T
+        own["self_attention.out.kernel"] = array.reshape(-1, config["head_dim"], array.shape[-1])
+        for ours, name in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down")):
+            own[f"mlp.{ours}.kernel"] = hf[f"{at}mlp.{name}_proj.weight"].T
+        each.append(own)
+    scanned = len(each) // 6 * 6 if scan else 0
+    for place in range(6):
+        out |= stacked(f"layers.layers_{place}", each[place:scanned:6], True)
+    out |= stacked("layers_remainder.layers" if scan else "layers", each[scanned:], False)
+    return {PREFIX + key: np.ascontiguousarray(array) for key, array in out.items()}
+
+
+GEMMA = {
+    "Gemma2ForCausalLM": gemma2_tree,
+    "Gemma3ForCausalLM": gemma3_tree,
+    "Gemma3ForConditionalGeneration": gemma3_tree,
+}
+
+
 def stacked(kind: str, own: list[dict[str, Any]], scan: bool) -> dict[str, Any]:
     """Returns the arrays of layers, in one array for each name if they are scanned."""
     out = {}
-    for key in own[0]:
+    for key in own[0] if own else ():
         if scan:
             out[f"decoder.{kind}.{key}"] = np.stack([one[key] for one in own], axis=1)
         else:
