@@ -122,10 +122,17 @@ class Job:
 
 
 def most_threads(work: Work, transfer: Transfer, cores: int, max_memory: int) -> int:
-    """Returns the number of threads that are useful to a process that has so many cores."""
+    """Returns the number of threads that are useful to a process that has so many cores.
+
+    A transposed matrix that does not fit into a thread's part of the memory is read and written in
+    very many short pieces. Threads wait for Python's lock at each, so that 16 threads took 16 times
+    as long as one.
+    """
     knee = KNEE_FLAT if work.is_flat() else KNEE
     if any_remote(transfer.sources):  # threads wait for the store, not for a core
         cores = knee = REQUESTS
+    elif whole := work.transposed_bytes():
+        knee = min(knee, max_memory // whole)
     return max(1, min(cores, knee, max_memory // PIECE))
 
 

@@ -86,6 +86,15 @@ class Work(NamedTuple):
         """Whether all copies move as ranges of bytes, none through staging."""
         return bool(is_ranges(self.copies).all())
 
+    def transposed_bytes(self) -> int:
+        """Returns the bytes of memory in which the largest transposed slab can be moved whole; 0 if
+        not much is transposed.
+        """
+        if not mostly_transposed(self.copies):
+            return 0
+        crossed = np.logical_or.reduceat(_transposed(self.copies), self.bounds[:-1])
+        return 2 * int(self.slabs["bytes"][crossed[self.slabs["cluster"]]].max())
+
     def cluster(self, slab: int) -> np.ndarray:
         """Returns the copies of a slab's cluster."""
         return self.records(self.slabs["cluster"][slab])
@@ -102,6 +111,19 @@ class Work(NamedTuple):
 def _is_flat(w: np.ndarray) -> np.ndarray:
     """Returns a mask of the copies that move runs of neighbouring bytes unchanged."""
     return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
+
+
+def mostly_transposed(copies: np.ndarray) -> bool:
+    """Returns whether copies that exchange rows and columns have a quarter of the elements."""
+    elements = copies["rows"] * copies["run"]
+    return 0 < elements.sum() <= 4 * elements[_transposed(copies)].sum()
+
+
+def _transposed(copies: np.ndarray) -> np.ndarray:
+    crossed = (copies["src_step"] > copies["src_pitch"]) != (
+        copies["dst_step"] > copies["dst_pitch"]
+    )
+    return crossed & (copies["rows"] > 1) & (copies["run"] > 1)
 
 
 def is_ranges(w: np.ndarray) -> np.ndarray:

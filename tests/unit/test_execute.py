@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mckpt import errors
 from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, piecewise, ray_tasks, units
-from mckpt.execute.engine import execute
+from mckpt.execute.engine import execute, most_threads
 from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.geometry.join import COPY, Joined
 from mckpt.progress import Progress
@@ -198,6 +198,25 @@ def test_a_transpose_is_copied(tmp_path, budget, writer):
         max_memory=budget,
         threads=2,
     )
+
+
+def test_transposed_matrices_get_as_many_threads_as_have_memory_for_a_slab():
+    """Two matrices of 32,000,000 bytes, in slabs of 16 MiB, and a column shard, which is flat."""
+    crossed = [
+        copy(4000, 4000, (0, 0, 2, 8000), (0, 0, 8000, 2)),
+        copy(4000, 4000, (1, 0, 8000, 2), (1, 0, 2, 8000)),
+    ]
+    plain = copy(4000, 4000, (2, 0, 16000, 2), (2, 0, 8000, 2))
+    for plan, memory, threads in (
+        ([*crossed, plain], 64_000_000, 1),
+        (crossed, 32_000_000, 1),
+        (crossed, 200_000_000, 5),  # a slab has half of a matrix
+        (crossed, 2_000_000_000, 8),
+        ([plain], 64_000_000, 8),
+    ):
+        moved = transfer(copies(*plan), SAME)
+        work = units.Work.of(moved.joined)
+        assert most_threads(work, moved, 16, memory) == threads, (plan, memory)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

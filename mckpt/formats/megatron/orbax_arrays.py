@@ -178,6 +178,8 @@ class ArrayStore:
 def _in_order(part: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
     """Returns the bytes of an array whose axes are put into an order."""
     ordered, first = part.transpose(order), len(order)
+    if ordered.flags.c_contiguous:
+        return ordered.reshape(-1).view("u1")
     while first and (first == len(order) or order[first - 1] < order[first]):
         first -= 1  # the last axes keep their order
     rows = ordered.reshape(math.prod(ordered.shape[:first]), -1)
