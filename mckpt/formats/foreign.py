@@ -69,6 +69,12 @@ _NAMES = (
         "These are the names of torchtitan and of Meta's own files, not those of transformers."
         " mckpt reads the checkpoints that torchtitan saves, step-N, with --like HF_DIR.",
     ),
+    (
+        r"^(?:vision|audio)_encoder\.",
+        "These are the towers of a multimodal model of MaxText (use_multimodal=true). mckpt reads"
+        " the text models of MaxText. MaxText's own to_huggingface writes the whole model, which"
+        " mckpt converts to Megatron.",
+    ),
 )
 _DEEPSPEED = (
     "a directory with checkpoints of DeepSpeed: give the path of one of them, such as"
