@@ -49,10 +49,18 @@ def _role(path: Path) -> Path:
 
 
 def _optimizer_of(path: Path) -> Path | None:
-    """Returns the directory with the optimizer of weights; None if there is none."""
-    parts = (_role(path) / "optimizer", _role(path))
-    found = (part / VERL_WEIGHTS for part in parts)
-    return next((one for one in found if (one / METADATA).is_file()), None)
+    """Returns the directory with the optimizer of weights; None if there is none. verl makes
+    directories that it leaves empty.
+
+    Raises SourceError if the directory has lost its index.
+    """
+    for part in (_role(path) / "optimizer", _role(path)):
+        found = part / VERL_WEIGHTS
+        if (found / METADATA).is_file():
+            return found
+        if any(found.glob("*.distcp")):
+            raise SourceError(f"{found / METADATA}: is not there; copy the checkpoint again")
+    return None
 
 
 def detect(path: Path) -> bool:
