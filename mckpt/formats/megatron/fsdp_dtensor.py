@@ -30,7 +30,7 @@ from mckpt.formats.megatron.fsdp_writing import (
     halves,
     lay_out_fsdp_dtensor,
 )
-from mckpt.formats.megatron.optimizer import MASTER, Optimizer, kinds
+from mckpt.formats.megatron.optimizer import CURE, MASTER, Optimizer, kinds
 from mckpt.formats.megatron.torch_dcp import States, TorchDcp
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
@@ -130,6 +130,11 @@ class FsdpDtensor(TorchDcp):
             for key in found
             if key not in known
         )
+        problems.extend(
+            f"{key}: has settings, but {names.mapping.path.name} does not have this weight"
+            for key in grouped
+            if not known & {key, *(key + half for half in HALVES)}
+        )
         problems.check()
         experts = names_of(b for b in rules if "expert" in b.rule.indices)
         groups = self._settings(experts if names.parallel.ep > 1 else set())
@@ -172,10 +177,18 @@ class FsdpDtensor(TorchDcp):
             # the settings are those of the whole, and not of a half
             expert = name in experts or name + HALVES[0] in experts
             distinct.setdefault((expert, tuple(field for field, _ in own), raw), name)
+        by_fields = {fields: name for (_, fields, _), name in distinct.items()}
+        every = {field for fields in by_fields for field in fields}
+        if lacking := [(name, every - {*own}) for own, name in by_fields.items() if every - {*own}]:
+            what = f"{self.root}: weights lack settings of the optimizer that others have:"
+            lines = [f"{name}: {', '.join(sorted(fields))}" for name, fields in lacking]
+            raise SourceError.of(what, lines, CURE)
         out: list[list[dict[str, Any]]] = [[], []]
         for (expert, _, _), name in distinct.items():
             group = {field: self.directory.object(key)[0] for field, key in self._grouped[name]}
-            out[expert].append(group | {"is_expert_parallel": expert})
+            group["is_expert_parallel"] = expert
+            if group not in out[expert]:  # bytes of one value can differ, in its padding
+                out[expert].append(group)
         if not distinct:
             raise SourceError(
                 f"{self.root}: has the state of an optimizer without its param_to_group_meta; give"
