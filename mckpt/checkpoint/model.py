@@ -467,8 +467,16 @@ class ModelDescription:
 
     @property
     def _recorded(self) -> dict[str, Any]:
-        """The dims that its manifest records; none without one."""
-        return self.files.manifest.get("dims", {})
+        """The dims that its manifest records; none without one. Raises SourceError for a name that
+        no dim has.
+        """
+        dims = self.files.manifest.get("dims", {})
+        if unknown := sorted(dims.keys() - mapping.schema().dims.keys()):
+            raise SourceError(
+                f"{self.files.opened.root / MANIFEST}: names the dims {', '.join(unknown)}, which"
+                f" mckpt does not know; {manifest.CURE}"
+            )
+        return dims
 
     # ------------------------------------------------------------------------- sizes and choices
 

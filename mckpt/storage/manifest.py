@@ -108,16 +108,16 @@ def read(directory: Path) -> Manifest:
     try:
         msgspec.convert(content, Manifest)
     except msgspec.ValidationError as e:
-        raise SourceError(f"{path}: is not as mckpt writes it: {e}; {_CURE}") from None
+        raise SourceError(f"{path}: is not as mckpt writes it: {e}; {CURE}") from None
     for name in (*content.get("files", ()), *content.get("hf", ())):
         # the first part of an absolute name is empty
         if "\0" in name or {"", ".."} & set(name.removeprefix(BESIDE).split("/")):
             raise SourceError(
-                f"{path}: names {name!r}, which cannot be a file of a checkpoint; {_CURE}"
+                f"{path}: names {name!r}, which cannot be a file of a checkpoint; {CURE}"
             )
     if content and "files" not in content:
-        raise SourceError(f"{path}: names no files; {_CURE}")
+        raise SourceError(f"{path}: names no files; {CURE}")
     return content
 
 
-_CURE = f"copy the checkpoint again, or move {MANIFEST} away to read the checkpoint without it"
+CURE = f"copy the checkpoint again, or move {MANIFEST} away to read the checkpoint without it"
