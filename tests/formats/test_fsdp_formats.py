@@ -331,11 +331,39 @@ def without(keys: Callable[[str], bool]) -> Callable[[dict[str, Any], dict[Any, 
     return change
 
 
-@pytest.mark.parametrize("name", [FSDP, V2])
+@pytest.mark.parametrize("name", [FSDP, V2, DCP])
 def test_damage_of_each_file_is_found(name: str, tmp_path: Path) -> None:
-    saved = unit(unpacked(name, tmp_path))
-    like = ("--like", tmp_path / name / "hf") if name == V2 else ()
-    damages.of_each_file(saved, tmp_path / "out", *like)
+    saved = unpacked(name, tmp_path)
+    source, like = (saved / "saved", saved / "hf") if name == V2 else (saved, None)
+    damages.of_each_file(source, tmp_path / "out", like=like, commands=damages.BOTH)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "words"),
+    [
+        ("final_layernorm.", "other.", 5, ("decoder.other.weight: has settings", "gpt.yaml")),
+        (".lr", ".lrs", 3, ("final_layernorm.weight: lr", "lrs")),
+    ],
+)
+def test_settings_of_a_weight_under_another_name_are_an_error(
+    old: str, new: str, code: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    saved = unpacked(FSDP, tmp_path)
+    key = next(
+        key
+        for key in index(saved).state_dict_metadata
+        if "group_meta" in key and key.endswith("decoder.final_layernorm.weight.lr")
+    )
+
+    def change(tensors: dict[str, Any], items: dict[Any, Any]) -> None:
+        tensors[key.replace(old, new)] = tensors.pop(key)
+        for place in [place for place in items if place.fqn == key]:
+            items[type(place)(key.replace(old, new))] = items.pop(place)
+
+    with_index(saved, change)
+    args = ("reshard", saved, tmp_path / "out")
+    refused(code, *words, "--no-optimizer", args=args)
+    good(*args, "--no-optimizer")
 
 
 def test_a_truncated_file_is_named(saved: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.options import SourceOptions
 from tests.formats.test_deepspeed import next_of
-from tests.helpers import tiny
+from tests.helpers import damages, tiny
 from tests.helpers.commands import Pt, good, refused, save_hostile
 from tests.helpers.commands import mckpt as run
 
@@ -161,10 +161,6 @@ def test_damage_is_an_error(name: str, actor: Path, tmp_path: Path) -> None:
     good("hf-to-megatron", actor, tmp_path / "weights")  # whose files are whole
 
 
-def test_check_finds_a_flipped_byte(actor: Path) -> None:
-    path = actor / OPTIM(3)
-    raw, file = bytearray(path.read_bytes()), Pt(path)
-    raw[raw.index(max(file.data.values(), key=len)) + 8] ^= 1
-    path.write_bytes(raw)
-    said = run("check", actor)
-    assert said.code == 3 and path.name in said.out and "checksum" in said.out
+def test_damage_of_each_file_is_found(actor: Path, tmp_path: Path) -> None:
+    unread = damages.of_each_file(actor, tmp_path / "out", commands=damages.BOTH)
+    assert unread == {f"extra_state_world_size_4_rank_{rank}.pt" for rank in range(4)}

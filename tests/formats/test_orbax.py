@@ -18,7 +18,7 @@ import pytest
 import mckpt
 from mckpt.containers import ocdbt
 from mckpt.errors import MckptError
-from tests.helpers import maxtext, tiny
+from tests.helpers import damages, maxtext, tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as mckpt_said
 from tests.helpers.tiny import TinyModel
@@ -367,6 +367,17 @@ def test_damage_is_found(tiny_model: TinyModel, tmp_path: Path) -> None:
     data.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     said = mckpt_said("check", out)
     assert said.code == 3 and f"{data}: has the checksum crc32:" in said.out
+
+
+def test_damage_of_each_file_is_found(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The arrays of `items` alone have no checksums, which are in mckpt.json."""
+    out, hf = written(tiny_model("qwen3"), tmp_path / "run"), tmp_path / "hf"
+    commands = (damages.WEIGHTS, ("reshard", "--target-format", "torch_dist"))
+    assert damages.of_each_file(out, tmp_path / "out", commands=commands) == set()
+    shutil.move(out / "hf", hf)
+    how: dict[str, Any] = {"like": hf, "commands": commands, "checksums": False}
+    unread = damages.of_each_file(out / "release/items", tmp_path / "again", **how)
+    assert unread == {"_CHECKPOINT_METADATA", "array_metadatas/process_0"}
 
 
 def test_the_index_of_a_database_is_as_tensorstore_reads_it(tmp_path: Path) -> None:

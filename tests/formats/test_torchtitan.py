@@ -156,7 +156,8 @@ def test_a_file_that_is_cut_or_lost_is_an_error(cut: bool, step: Path, tmp_path:
 
 
 def test_damage_of_each_file_is_found(step: Path, tmp_path: Path) -> None:
-    damages.of_each_file(step, tmp_path / "out", "--like", step.parent / "hf")
+    how: dict[str, Any] = {"like": step.parent / "hf", "commands": damages.BOTH}
+    assert damages.of_each_file(step, tmp_path / "out", **how) == set()
 
 
 def test_tensors_and_states_that_are_lost_are_named(step: Path, tmp_path: Path) -> None:

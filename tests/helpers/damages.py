@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.helpers.commands import (
     save_hostile,
     save_pt,
     shard,
+    tree,
     write_shard,
 )
 
@@ -95,37 +97,88 @@ def copied(old: str, new: str) -> Damage:
     )
 
 
-def of_each_file(source: Path, out: Path, *more: object, checksums: bool = True) -> None:
-    """Renames, cuts and changes one file after the other, not configs. `megatron-to-hf` must end
-    with an error, or write what it writes of the whole checkpoint. If it does neither, `check` must
-    find a byte that was changed.
+Command = tuple[object, ...]
+WEIGHTS: Command = ("megatron-to-hf",)
+BOTH: tuple[Command, ...] = (WEIGHTS, ("reshard", "--dtype", "bf16"))  # the optimizer too
 
-    more: options of both commands. checksums: the files have checksums of their data.
+
+def of_each_file(
+    source: Path,
+    out: Path,
+    *,
+    like: Path | None = None,
+    commands: Sequence[Command] = (WEIGHTS,),
+    checksums: bool = True,
+) -> set[str]:
+    """Renames, cuts and changes one file after the other. Each command must end with an error, or
+    write what it writes of the whole checkpoint. If a changed byte becomes a changed value, `check`
+    must name the file.
+
+    like: the directory of --like, whose config.json is damaged too. checksums: the files with
+    tensors have checksums of their data; JSON and text have none.
+
+    Returns the paths of the files that no command needs. Of directories beside each other that have
+    files of the same names, as a universal checkpoint of DeepSpeed has, the first two are damaged.
     """
-    good("megatron-to-hf", source, out / "whole", *more)
-    errors = 0
-    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.suffix not in (".txt", ".json")]
-    for number, path in enumerate(files):
-        content = path.read_bytes()
+    more = ("--like", like) if like else ()
+    beside = [like / CONFIG] if like else []
+    for number, (name, *options) in enumerate(commands):
+        good(name, source, out / f"whole{number}", *more, *options)
+    errors, unread = 0, set[str]()
+    for path in _some([*sorted(source.rglob("*")), *beside]):
+        content, effects = path.read_bytes(), 0
         cuts = [content[: len(content) // 2], content[:-1]]
         for at in (len(content) * part // 9 for part in (2, 5, 8)):
             cuts.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         for kind, damaged in enumerate([None, *cuts]):
             path.unlink()
-            (path if damaged is not None else Path(f"{path}.old")).write_bytes(damaged or content)
-            made = out / f"{number}-{kind}"
-            said = mckpt("megatron-to-hf", source, made, *more)
-            assert "Traceback" not in said.err, said
-            wrong = not said.code and bool(package.diff(out / "whole", made))
-            assert not wrong or kind > 2, (path, kind)
-            if wrong and checksums:
-                found = mckpt("check", source, *more)
-                assert found.code == 3 and path.name in found.out, (path, kind, found)
-            errors += bool(said.code)
+            if damaged is None:
+                Path(f"{path}.old").write_bytes(content)
+            else:
+                path.write_bytes(damaged)
+            for number, (name, *options) in enumerate(commands):
+                said = mckpt(name, source, out / "made", *more, *options)
+                assert "Traceback" not in said.err, said
+                wrong = not said.code and _differ(out / f"whole{number}", out / "made")
+                assert not wrong or kind > 2, (path, kind, name, said.err)
+                if wrong and checksums and path.suffix not in (".json", ".txt"):
+                    found = mckpt("check", source, *more)
+                    assert found.code == 3 and path.name in found.out, (path, kind, found)
+                shutil.rmtree(out / "made", ignore_errors=True)
+                errors += bool(said.code)
+                effects += bool(said.code) or wrong
             Path(f"{path}.old").unlink(missing_ok=True)
             path.write_bytes(content)
+        if not effects:
+            unread.add(os.path.relpath(path, source))
     assert errors >= 2, "no damage of the index was found"
+    return unread
+
+
+def _some(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yields the files among `paths`, of one name at most two in directories beside each other."""
+    seen = Counter[tuple[Path, str]]()
+    for path in filter(Path.is_file, paths):
+        seen[alike := (path.parent.parent, path.name)] += 1
+        if seen[alike] <= 2:
+            yield path
+
+
+def _differ(whole: Path, made: Path) -> bool:
+    """Returns whether two checkpoints of one format have other tensors or states, sizes of the
+    model, settings of the optimizer, schedules or iterations.
+    """
+    ours, theirs = ({n: b for n, b in tree(p).items() if "mckpt" not in n} for p in (whole, made))
+    if ours == theirs:
+        return False
+    return bool(package.diff(whole, made)) or _facts(whole) != _facts(made)
+
+
+def _facts(path: Path) -> object:
+    own = package.open(path)
+    fields = own.files.common.fields if own.files.common else {}
+    kept = [fields.get(name) for name in ("iteration", "opt_param_scheduler", "lr_scheduler")]
+    return own.dims, kept, own.optimizer and own.optimizer.groups
 
 
 # ---- directories of Hugging Face

@@ -14,9 +14,8 @@ if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import mckpt
-from tests.helpers import tiny
+from tests.helpers import damages, tiny
 from tests.helpers.commands import good, refused
-from tests.helpers.commands import mckpt as run
 from tests.helpers.judging import explain, judge
 from tests.helpers.optimizer_samples import FORMS, case
 
@@ -27,6 +26,7 @@ SIZES = {
     "qwen3-moe": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
     "llama-tied": {"pp": 2, "world": 4},
 }
+PARTS = ("model", "optimizer")
 STATES = ("dp_reshardable", "fully_reshardable")
 
 
@@ -95,11 +95,17 @@ def test_weights_and_optimizer_are_joined(weights: str, saved: Path, tmp_path: P
         if path.name != ".metadata":
             refused(3, path.name, args=again)
         path.write_bytes(raw)
-    largest = max(files, key=lambda file: file.stat().st_size)
-    changed = bytearray(largest.read_bytes())
-    changed[len(changed) // 2] ^= 1
-    largest.write_bytes(changed)
-    assert run("check", actor).code == 3
+
+
+def test_damage_of_each_file_is_found(runs: Path, tmp_path: Path) -> None:
+    saved = shutil.copytree(runs / "fully_reshardable-llama-tied", tmp_path / "run")
+    actor = saved / "global_step_2/actor"
+    shutil.rmtree(actor / "extra")
+    (actor / "model/huggingface").mkdir(exist_ok=True)
+    shutil.copy(runs / "llama-tied-hf/config.json", actor / "model/huggingface")
+    unread = damages.of_each_file(saved, tmp_path / "out", commands=damages.BOTH)
+    files = ("model/dist_ckpt/common.pt", *(f"{p}/dist_ckpt/metadata.json" for p in PARTS))
+    assert unread == {f"global_step_2/actor/{file}" for file in files}
 
 
 def test_an_optimizer_of_another_step_is_refused(runs: Path, tmp_path: Path) -> None:
