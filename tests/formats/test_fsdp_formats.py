@@ -188,6 +188,23 @@ def test_megatron_fsdp_v2_becomes_a_run_and_is_written_again(tmp_path: Path) -> 
     assert (np.concatenate(halves) == fc1.numpy()).all()
 
 
+def test_weights_of_megatron_fsdp_v2_alone_are_known_by_their_args(tmp_path: Path) -> None:
+    out, hf = tmp_path / "out", tiny.tiny_random("qwen3-moe", tmp_path / "hf")
+    good("hf-to-megatron", hf, out, "--format", "mfsdp_v2")
+    assert "format: mfsdp_v2" in good("inspect", out).out
+    assert "neither the schedule" not in good("megatron-to-hf", out, tmp_path / "back").err
+    assert not mckpt.diff(out, hf) and not mckpt.diff(out, tmp_path / "back")
+    good("reshard", out, tmp_path / "whole", "--target-tp", 2)
+    assert not mckpt.diff(out, tmp_path / "whole")
+    with_index(out, without(lambda key: key == "args"))
+    like = ("--like", hf)
+    assert "format: torch_dcp" in good("inspect", out).out
+    assert good("diff", out, hf, *like).out.startswith("the same to the last bit")
+    saved = unpacked(DCP, tmp_path)
+    with_index(saved, without(lambda key: key.startswith("optimizer.")))
+    assert "format: torch_dcp" in good("inspect", saved).out
+
+
 def test_a_state_that_megatron_fsdp_v2_lost_is_named(tmp_path: Path) -> None:
     saved, hf = unpacked(V2, tmp_path) / "saved", tmp_path / V2 / "hf"
     lost = "optimizer.state.decoder.final_layernorm.weight.exp_avg"

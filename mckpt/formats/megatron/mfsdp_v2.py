@@ -8,7 +8,8 @@ It is stored as `torch_dcp` is, with the states by the names of their weights:
     optimizer.param_groups.G.params       an object: the keys of the weights of a group
     optimizer.param_groups.G.lr           an object: one of its settings
 
-Neither args nor a schedule belong to it. What mckpt writes has both beside it.
+Neither args nor a schedule belong to it. What mckpt writes has both beside it; the args name the
+format, by which weights alone are told from those of a `torch_dcp`.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ from mckpt.formats.megatron.chunked import MODEL, has_keys
 from mckpt.formats.megatron.fsdp_dtensor import FsdpDtensor
 from mckpt.formats.megatron.fsdp_writing import PREFIX, SCHEDULE, STATE, STEP, lay_out_mfsdp_v2
 from mckpt.formats.megatron.torch_adam import NOTE, common_state
-from mckpt.formats.megatron.torch_dcp import GROUP
+from mckpt.formats.megatron.torch_dcp import GROUP, TorchDcp
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 
+OPTIMIZER = "optimizer."  # begins the keys of an optimizer
 # what begins the names of a model's weights, behind optimizer.state.
 MODULES = ("decoder.", "embedding.", "encoder.", "output_layer.")
 
 
 def detect(path: Path) -> bool:
-    return (
-        has_keys(path, MODEL)
-        and not has_keys(path, PREFIX)
-        and any(has_keys(path, STATE + name, most=-1) for name in MODULES)
-    )
+    if not has_keys(path, MODEL) or has_keys(path, PREFIX):
+        return False
+    if any(has_keys(path, STATE + name, most=-1) for name in MODULES):
+        return True
+    if has_keys(path, OPTIMIZER, most=-1):
+        return False
+    args = TorchDcp(path).common.args or {}
+    return args.get("ckpt_format") == FORMAT.name
 
 
 class MfsdpV2(FsdpDtensor):
@@ -47,7 +52,9 @@ class MfsdpV2(FsdpDtensor):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, FORMAT)
-        self.notes = (NOTE,) * (f"{SCHEDULE}.num_steps" not in self.metadata.objects)
+        trained = any(map(GROUP.fullmatch, self.metadata.objects))
+        scheduled = f"{SCHEDULE}.num_steps" in self.metadata.objects
+        self.notes = (NOTE,) * (trained and not scheduled)
 
     def fields(self) -> dict[str, Any]:
         """Reads the fields of the common state. Those of Adam take the place of missing ones."""
