@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import UsageError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import MODEL, has_keys
@@ -49,6 +49,7 @@ class MfsdpV2(FsdpDtensor):
     """An opened checkpoint of `save_checkpoint`."""
 
     prefix = MODEL
+    member = str  # the key of a weight
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, FORMAT)
@@ -61,22 +62,6 @@ class MfsdpV2(FsdpDtensor):
         with suppress(UsageError):  # `optimizer` raises it
             return {**self._adam, **super().fields()}
         return super().fields()
-
-    @cached_property
-    def _groups(self) -> list[dict[str, Any]]:
-        """Returns the groups of the optimizer, with the keys of their weights."""
-        out: dict[int, dict[str, Any]] = {}
-        for key in self.metadata.objects:
-            if one := GROUP.fullmatch(key):
-                out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
-        for group in out.values():
-            names = group.get("params")
-            if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-                raise SourceError(
-                    f"{self.root}: a group of its optimizer does not list its weights."
-                    f" {optimizer.CURE}"
-                )
-        return [out[number] for number in sorted(out)]
 
     @cached_property
     def _grouped(self) -> dict[str, list[tuple[str, str]]]:

@@ -66,6 +66,7 @@ class TorchDcp:
     quantised = False
     notes: tuple[str, ...] = ()
     prefix = MODEL
+    member: type = int  # the type of the names of parameters in the groups: numbers
 
     def __init__(self, path: Path, format: Format | None = None) -> None:
         self.format = format or FORMAT
@@ -231,14 +232,14 @@ class TorchDcp:
 
     @cached_property
     def _groups(self) -> list[dict[str, Any]]:
-        """Returns the param_groups of the optimizer, with the numbers of their parameters."""
+        """Returns the param_groups of the optimizer, with the names of their parameters."""
         out: dict[int, dict[str, Any]] = {}
         for key in self.metadata.objects:
             if one := GROUP.fullmatch(key):
                 out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
         for group in out.values():
-            numbers = group.get("params")
-            if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+            params = group.get("params")
+            if not isinstance(params, list) or not all(type(p) is self.member for p in params):
                 raise SourceError(
                     f"{self.root}: a group of its optimizer does not list its parameters."
                     f" {optimizer.CURE}"
