@@ -5,6 +5,7 @@ of tests/helpers/session.py, and the function that starts it.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 from functools import partial
@@ -51,17 +52,14 @@ def use_session(patch: pytest.MonkeyPatch, sequence_parallel: bool = False) -> N
     """
 
     start = launching.launch
+    signature = inspect.signature(start)
 
-    def launch(
-        module: str,
-        job: dict[str, Any],
-        directory: Path,
-        device: str,
-        num_ranks: int = 1,
-        show: bool = False,
-    ) -> None:
+    def launch(*args: Any, **more: Any) -> None:
+        own = signature.bind(*args, **more)
+        own.apply_defaults()
+        module, job, directory, device, num_ranks, show = own.args
         if show:
-            start(module, job, directory, device, num_ranks, show)
+            start(*args, **more)
             return
         assert device == "cpu"
         path = directory / f"{module.rpartition('.')[2]}.job.json"
