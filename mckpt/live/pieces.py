@@ -12,10 +12,10 @@ writes it. Ranks own neighbouring tensors, and all files grow at once.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from mckpt.execute.piecewise import Batches
 from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.join import UNSCALED
 from mckpt.live.buckets import FILE
+from mckpt.live.devices import PIECE, ToHost
 from mckpt.live.memory import Memory
 from mckpt.live.model import ranks_of
 from mckpt.live.syncing import Sync
@@ -43,7 +44,6 @@ from mckpt.values.sizes import LEAST_MEMORY
 if TYPE_CHECKING:
     import torch
 
-PIECE = 16 << 20  # bytes that a thread copies and writes at a time
 BUCKET = 256 << 20  # bytes that a `Sync` has on its way
 # file, first byte, and the bytes that come there
 Piece = tuple[int, int, "torch.Tensor"]
@@ -70,9 +70,13 @@ class Pieces:
         """Copies the tensors of this rank to the host, so that the model may change. All ranks call
         it.
         """
-        held: list[Piece] = []
+        self.held = held = []
         self._each(lambda file, at, piece: held.append((file, at, piece.clone())), self._pieces())
-        self.held = held
+
+    def close(self) -> None:
+        """Frees the copies."""
+        if self.held is not None:
+            self.held.clear()
 
     def write(self, batches: Batches) -> None:
         """Writes the tensors of this rank. All ranks call it, unless the tensors are held."""
@@ -102,35 +106,25 @@ class Pieces:
         """
         import torch
 
-        buffers = threading.local()
-
-        def run(piece: Piece, ready: Any) -> None:
-            file, at, values = piece
-            if ready is not None:
-                if not hasattr(buffers, "stream"):
-                    buffers.stream = torch.cuda.Stream(self.device)
-                    buffers.pinned = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
-                pinned = buffers.pinned[: len(values)]
-                with torch.cuda.stream(buffers.stream):
-                    ready.wait()
-                    pinned.copy_(values, non_blocking=True)
-                buffers.stream.synchronize()
-                values = pinned
-            work(file, at, values)
-
+        host = ToHost(self.size)
         failed: Exception | None = None
         pending: deque[Future[None]] = deque()
+
+        def run(file: int, at: int, values: torch.Tensor, ready: Any) -> None:
+            work(file, at, host(values, ready))
+
+        def begin(piece: Piece) -> None:
+            on_device = piece[2].is_cuda
+            ready = torch.cuda.current_stream().record_event() if on_device else None
+            pending.append(pool.submit(run, *piece, ready))
+            while len(pending) > 2 * self.threads:
+                pending.popleft().result()
+
         with ThreadPoolExecutor(self.threads) as pool:
             try:
                 for piece in pieces:
-                    if failed is not None:
-                        continue
-                    on_device = piece[2].is_cuda
-                    ready = torch.cuda.current_stream().record_event() if on_device else None
-                    pending.append(pool.submit(run, piece, ready))
+                    failed = failed or refusal_of(partial(begin, piece))
                     del piece
-                    while len(pending) > 2 * self.threads and failed is None:
-                        failed = refusal_of(pending.popleft().result)
             except MckptError as error:
                 failed = failed or error
             for one in pending:

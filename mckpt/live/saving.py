@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -37,6 +36,7 @@ from mckpt.execute.files import lay_out
 from mckpt.execute.piecewise import Batches
 from mckpt.execute.ranks import Ranks
 from mckpt.live.adapters import chosen, without_values
+from mckpt.live.devices import PIECE, ToHost
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import Described, adapter_of, collected, ranks_of, release, stated
 from mckpt.live.optimizer import LiveOptimizer, apart
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = 8  # most of a rank by default; more wait for Python's lock
-PIECE = 16 << 20  # bytes that a thread copies to the host at a time
 
 
 def save(
@@ -121,40 +120,45 @@ def save(
         held = own_result(lambda: LiveOptimizer(optimizer, scheduler))
     names = options.keys() & Described.__annotations__.keys()
     described = cast(Described, {name: options.pop(name) for name in names})
-    model = collected(memory, described, optimizer=held)
-    if held is not None:
-        refuse_changed(gathered(lambda: apart(memory, held)))
-    wanted = (
-        _merged(memory, model)
-        if adapter == "merged"
-        else own_result(lambda: chosen(model, adapter).model)
-    )
-    copy = own_result(lambda: _HostCopy(memory, model, how))
-    options["format"] = format
+    with ExitStack() as kept:  # freed here at an error, and otherwise by `_write`
+        model = collected(memory, described, optimizer=held)
+        kept.callback(release, model)
+        if held is not None:
+            refuse_changed(gathered(lambda: apart(memory, held)))
+        wanted = (
+            _merged(memory, model)
+            if adapter == "merged"
+            else own_result(lambda: chosen(model, adapter).model)
+        )
+        copy = own_result(lambda: _HostCopy(memory, model, how))
+        kept.callback(copy.close)
+        options["format"] = format
 
-    def planned() -> Plan:
-        refuse_other_settings(memory.chunks, model)
-        return _planned(wanted, dst, options)
+        def planned() -> Plan:
+            refuse_other_settings(memory.chunks, model)
+            return _planned(wanted, dst, options)
 
-    plan = own_result(planned)
-    own_result(lambda: _ready(memory))
-    copies = _copies_of(plan)
-    own = copies["src_file"] < len(ranks_of(plan.source).files)
-    live = copies[own]
-    pieces = pieces_of(plan, wanted if wanted is model else None, memory, how, live)
-    part = _Part(pieces, live[~pieces.covered], copies[~own])
-    copy.need(part.left["src_at"])
-    own_result(pieces.make_room)
-    if background:
-        own_result(pieces.hold)
-        own_result(copy.fill)
-        pool = ThreadPoolExecutor(1, "mckpt-live")
-        found = pool.submit(_write, plan, how, copy, part, _group())
-        pool.shutdown(wait=False)
-        return found
-    done: Future[dict[str, Any]] = Future()
-    done.set_result(_write(plan, how, copy, part, None))
-    return done
+        plan = own_result(planned)
+        own_result(lambda: _ready(memory))
+        copies = _copies_of(plan)
+        own = copies["src_file"] < len(ranks_of(plan.source).files)
+        live = copies[own]
+        pieces = pieces_of(plan, wanted if wanted is model else None, memory, how, live)
+        kept.callback(pieces.close)
+        part = _Part(pieces, live[~pieces.covered], copies[~own])
+        copy.need(part.left["src_at"])
+        own_result(pieces.make_room)
+        if background:
+            own_result(pieces.hold)
+            own_result(copy.fill)
+            group = _group(kept)
+            pool = ThreadPoolExecutor(1, "mckpt-live")
+            found = pool.submit(_write, plan, how, copy, part, group, kept.pop_all())
+            pool.shutdown(wait=False)
+            return found
+        done: Future[dict[str, Any]] = Future()
+        done.set_result(_write(plan, how, copy, part, None, kept.pop_all()))
+        return done
 
 
 def save_hf(model_chunks: Sequence[Any], dst: str | Path, **options: Any) -> Future[dict[str, Any]]:
@@ -162,11 +166,15 @@ def save_hf(model_chunks: Sequence[Any], dst: str | Path, **options: Any) -> Fut
     return save(model_chunks, dst, format=formats.HUGGING_FACE, **options)
 
 
-def _group() -> Any:
-    """Returns a group of all ranks that does not disturb those of the training."""
+def _group(kept: ExitStack) -> Any:
+    """Returns a group of all ranks beside those of the training, which ends with `kept`."""
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group(backend="gloo")
+    kept.callback(dist.destroy_process_group, group)
+    return group
 
 
 def refuse_changed(found: Sequence[Sequence[str]]) -> None:
@@ -321,22 +329,11 @@ class _HostCopy:
         """
         import torch
 
-        held, device = threading.local(), self.memory.device
-        whole = torch.frombuffer(self.mapped, dtype=torch.uint8)
+        host, whole = ToHost(), torch.frombuffer(self.mapped, dtype=torch.uint8)
 
         def copy(part: tuple[torch.Tensor, torch.Tensor]) -> None:
             source, target = part
-            if device.type != "cuda":
-                target.copy_(source)
-                return
-            if not hasattr(held, "stream"):
-                held.stream = torch.cuda.Stream(device)
-                held.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            pinned = held.pinned[: len(source)]
-            with torch.cuda.stream(held.stream):
-                pinned.copy_(source, non_blocking=True)
-            held.stream.synchronize()
-            target.copy_(pinned)
+            target.copy_(host(source))
 
         targets = (whole[w.at : w.at + w.nbytes].split(PIECE) for w in weights)
         sources = (weight.bytes().split(PIECE) for weight in weights)
@@ -354,40 +351,32 @@ def _ready(memory: Memory) -> None:
 
 
 def _write(
-    plan: Plan, how: RunSettings, copy: _HostCopy, part: _Part, group: Any
+    plan: Plan, how: RunSettings, copy: _HostCopy, part: _Part, group: Any, kept: ExitStack
 ) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: this rank's weights, which is closed at the end. group: through which the
-    ranks speak, and which is ended too; None is the default group.
+    copy: this rank's weights. group: through which the ranks speak; None is the default group.
+    kept: what is closed at the end.
     """
     rank, _ = rank_and_world()
-    try:
-        write = partial(_moved, plan, how, copy, part, group)
-        publisher: Once | None = None
-        with ExitStack() as stack:
+    write = partial(_moved, plan, how, copy, part, group)
+    publisher: Once | None = None
+    with kept, ExitStack() as stack:
 
-            def begin() -> Path:
-                nonlocal publisher
-                publisher = Once(plan, how, "live", write)
-                stack.enter_context(publisher.begun())
-                data = publisher.folder / "data"
-                lay_out(plan.outputs, data, data / "journal")
-                return data
+        def begin() -> Path:
+            nonlocal publisher
+            publisher = Once(plan, how, "live", write)
+            stack.enter_context(publisher.begun())
+            data = publisher.folder / "data"
+            lay_out(plan.outputs, data, data / "journal")
+            return data
 
-            def end() -> dict[str, Any]:
-                assert publisher is not None
-                return publisher.finish([], sums)
+        def end() -> dict[str, Any]:
+            assert publisher is not None
+            return publisher.finish([], sums)
 
-            sums = write(gathered(begin if rank == 0 else Path, group)[0])
-            return gathered(end if rank == 0 else dict, group)[0]
-    finally:
-        copy.close()
-        release(plan.source)
-        if group is not None:
-            import torch.distributed as dist
-
-            dist.destroy_process_group(group)
+        sums = write(gathered(begin if rank == 0 else Path, group)[0])
+        return gathered(end if rank == 0 else dict, group)[0]
 
 
 def _moved(

@@ -232,6 +232,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "execute.measuring",
             "execute.ranks",
             "execute.threads",
+            "live.devices",  # memory of each thread
             "live.pieces",
             "live.saving",
             "storage.sparse_copy",
