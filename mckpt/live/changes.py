@@ -33,7 +33,8 @@ class Changes:
     """The elements of a segment that have changed."""
 
     new: torch.Tensor  # the bits of all its elements
-    tally: torch.Tensor  # changes of each group, and behind them of the digest of each tensor
+    # changes of each group, behind them of the digest of each tensor, and a 0 for `live.deltas`
+    tally: torch.Tensor
 
     def write(self, place: torch.Tensor, bits: torch.Tensor) -> None:
         """Writes the places in the bucket of all changes, ascending, and their bits."""
@@ -84,7 +85,7 @@ class Places:
 
     def tally(self) -> torch.Tensor:
         """Returns zeros for `Changes.tally`."""
-        return self.rows.new_zeros(len(self.rank_of) + len(self.groups))
+        return self.rows.new_zeros(len(self.rank_of) + len(self.groups) + 1)
 
     def counts(self, tally: np.ndarray) -> dict[int, int]:
         """Returns the number of changes on each rank that has some. tally: that of all ranks."""

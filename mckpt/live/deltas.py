@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
+from itertools import chain
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from mckpt.live.asking import Asked
 from mckpt.live.buckets import Bucket
 from mckpt.live.changes import Changes, Places, digest
 from mckpt.live.steps import SentBucket, steps_of
-from mckpt.live.together import call, gathered, lost
+from mckpt.live.together import call, gathered
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 # of the elements of a bucket; where more have changed, it is sent whole. A change takes 6 bytes for
 # an element of 2, so this bounds what is sent to three quarters.
 SHARE = 0.25
+# a message of this rank to all others about a bucket: the tally, and 1 if it has not failed, which
+# become the sums of all ranks; and works of torch.distributed
+Message = tuple["torch.Tensor", list[Any]]
 
 
 class Delta(NamedTuple):
@@ -54,14 +59,14 @@ class Deltas:
     """
 
     def __init__(self, kept: Kept, asked: Asked) -> None:
-        self.base_version, self.version = kept.sync.version * kept.valid, kept.sync.version + 1
+        self.base_version, self.version = kept.versions
         self.refused: MckptError | None = None  # why this rank cannot apply them
         self.nbytes, self._kept, self.asked = 0, kept, asked
 
     def __iter__(self) -> Iterator[Delta]:
         """Raises one error on all ranks: before anything is yielded, if a rank is at another
         version or its weights are not as the plan has them; and at a later bucket, if a rank stops
-        early. The next call then sends all tensors whole.
+        early or fails, as without memory. The next call then sends all tensors whole.
         """
         return self._kept.given(self)
 
@@ -75,60 +80,80 @@ class Kept:
         self.places = [Places(b, sync.rank, sync._device) for b in sync._plan.listed]
         self.held: list[torch.Tensor | None] = [None] * len(self.places)
         self.digests: list[Any] = [0] * len(self.places)
+        # of a call, by the numbers of buckets: segments and what changed, until they are kept and
+        # sent; and what is on its way
+        self.new: dict[int, torch.Tensor] = {}
+        self.found, self.sent = dict[int, Changes](), dict[int, SentBucket]()
         pack = [bucket._replace(to=frozenset()) for bucket in sync._plan.listed]
         given = sync._plan.joined.casts, sync.rank, sync.memory, sync._is_special
         self.pack = [(bucket, steps_of(bucket, *given)) for bucket in pack]
 
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Returns the versions before and after the next call; 0 if it sends all tensors whole."""
+        return self.sync.version * self.valid, self.sync.version + 1
+
     def given(self, of: Deltas) -> Iterator[Delta]:
-        sync, every = self.sync, range(len(self.places))
-        early = MckptError("a rank has stopped before it had all deltas; iterate to the end")
-        at, ahead = -1, None
-        before: Iterator[Delta] = iter(())
+        sync, work = self.sync, self._work(of)
         try:
-            if of.asked.weights is None:
-                sync.memory.complete()
-            sync.memory.refresh()
-            versions = {"version": of.version, "base_version": of.base_version}
-            gathered(lambda: self._refuse(of), stated=lambda _: versions | sync._said)
-            sync._refused = None
-            if sync.snapshot and of.asked.weights is None:
-                sync.memory.keep()
-            based, self.valid = of.base_version > 0, False
-            sync._begin()
-            ahead = self._compared(0, based)
-            for at in every:  # one bucket is compared and one is on its way, while one is yielded
-                found, ahead = ahead, self._compared(at + 1, based)
-                ready, before = before, self._bucket(at, found, based, of)
-                found = None  # whose memory the next comparison can have
-                yield from ready
-            yield from before
-            at = len(every)
-            for name, tensor in (of.asked.extra or {}).items() if sync._receives else ():
-                yield Delta(name, None, tensor, digest(tensor))
-            self._agree(self._tell(at))
-            sync._end()
-            sync._done()
-            self.valid = True
+            yield from chain(work)  # which an exit does not close
         except GeneratorExit:
+            early = "a rank has stopped before it had all deltas; iterate to the end"
+            sync._refused = sync._refused or MckptError(early)
+            with suppress(MckptError):  # all ranks raise it
+                deque(work, 0)
+            raise
+        except MckptError as error:
             with suppress(MckptError):
-                # the others learn of it behind the bucket that this rank has compared already
-                for later in every[at + 1 :]:
-                    last = later == every[-1]
-                    found, ahead = ahead, None if last else self._tell(later + 1, early)
-                    rest, before = before, self._bucket(later, found, based, of)
-                    deque(rest, 0)
-                deque(before, 0)
-                self._agree(self._tell(len(every), early))
+                while self.sent:  # as in `Sync._given`
+                    self.sent.popitem()[1].wait()
+            clear_frames(error.__traceback__)
             raise
         finally:
-            sync.memory.refresh()
+            sync._free()
+            self.sent.clear()
+            if not self.valid:
+                self.forget()
+
+    def forget(self) -> None:
+        """Frees what a call that fails leaves on the device."""
+        self.found.clear()
+        self.new.clear()
+        if self.where == "device":
+            self.held = [None] * len(self.places)
+
+    def _work(self, of: Deltas) -> Iterator[Delta]:
+        sync, every = self.sync, range(len(self.places))
+        before: Iterator[Delta] = iter(())
+        replaced = of.asked.weights is not None
+        sync.memory.complete(replaced)
+        sync.memory.refresh()
+        said = {"version": of.version, "base_version": of.base_version}
+        gathered(lambda: self._refuse(of), stated=lambda _: said | sync._said)
+        sync._refused = None
+        if sync.snapshot and not replaced:
+            sync._tried(sync.memory.keep)
+        based, self.valid = of.base_version > 0, False
+        sync._begin()
+        ahead = self._compared(0, based)
+        for at in every:  # one bucket is compared and one is on its way, while one is yielded
+            told, ahead = ahead, self._compared(at + 1, based)
+            ready, before = before, self._bucket(at, told, based, of)
+            yield from ready
+        yield from before
+        extra = (of.asked.extra or {}).items() if sync._receives else ()
+        yield from sync._noted(Delta(name, None, t, digest(t)) for name, t in extra)
+        self._agree(self._tell(len(every)))
+        sync._end()
+        sync._done()
+        self.valid = True
 
     def _refuse(self, of: Deltas) -> None:
         """Raises the error that this rank finds before a call."""
         self.sync._take(of.asked)
         if of.refused is not None:
             raise of.refused
-        if of.version != self.sync.version + 1:
+        if (of.base_version, of.version) != self.versions:
             raise UsageError(f"these are the deltas of version {of.version}; call the Sync again")
         for held, places in zip(self.held, self.places, strict=True) if of.base_version else ():
             count = places.count.get(self.sync.rank, 0)
@@ -137,155 +162,138 @@ class Kept:
                     "the values that this rank has kept do not fit the plan; make the Sync again"
                 )
 
-    def _bucket(self, at: int, found: _Told | None, based: bool, of: Deltas) -> Iterator[Delta]:
+    def _bucket(self, at: int, told: Message | None, based: bool, of: Deltas) -> Iterator[Delta]:
         """Returns what this rank receives of a bucket, of which it begins to send what changed. A
         bucket that goes whole is sent when it is asked for.
         """
         sync, places, bucket = self.sync, self.places[at], self.sync._plan.listed[at]
-        assert found is not None
-        tally, groups = self._agree(found), len(places.rank_of)
-        changes, counts = found.changes, places.counts(tally)
-        assert changes is not None
+        assert told is not None
+        tally, groups = self._agree(told), len(places.rank_of)
+        counts = places.counts(tally)
         self.digests[at] = self.digests[at] * based + tally[groups:]
         digests = self.digests[at].tolist()
         if not based or sum(counts.values()) > SHARE * places.size:
             of.nbytes += bucket.nbytes
-            return self._whole(at, changes.new, digests)
-        if not counts:
-            return iter(())
+            self.found.pop(at, None)  # whose memory the next comparison can have
+            return self._whole(at, digests)
         segments, end = dict[int, tuple[int, int]](), 0
         for rank, count in counts.items():
             segments[rank] = end, places.room(count)
             end += places.room(count)
         of.nbytes += end
-        sent = self._sent(at, bucket._replace(segments=segments, nbytes=end), counts, changes)
-        if sync.rank in counts:
-            self._keep(at, changes.new)
-        return self._some(places, sent, counts, tally[:groups].tolist(), digests)
+        if counts:
+            self._send(at, bucket._replace(segments=segments, nbytes=end), counts)
+        self._keep(at, sync.rank in counts)
+        self.found.pop(at, None)
+        return self._some(at, counts, tally[:groups].tolist(), digests) if counts else iter(())
 
-    def _whole(self, at: int, new: torch.Tensor, digests: list[int]) -> Iterator[Delta]:
+    def _whole(self, at: int, digests: list[int]) -> Iterator[Delta]:
         """Sends all of a bucket, and yields its tensors."""
         sync = self.sync
         sent = sync._send(sync._plan.listed[at], sync._steps[at])
-        self._keep(at, new)
+        self._keep(at)
         listed = zip(sent.bucket.tensors, sync._received(sent)[0], strict=False)
         # strict=False: a rank that does not receive the bucket has no tensors
         for number, (tensor, whole) in enumerate(listed):
             yield Delta(tensor.name, None, whole, digests[number])
 
     def _some(
-        self,
-        places: Places,
-        sent: SentBucket,
-        counts: dict[int, int],
-        of_groups: list[int],
-        digests: list[int],
+        self, at: int, counts: dict[int, int], of_groups: list[int], digests: list[int]
     ) -> Iterator[Delta]:
         """Waits for the changes of a bucket, and yields those that this rank receives.
 
         counts, of_groups: their number from each rank and in each group.
         """
+        places, sent = self.places[at], self.sent[at]
         sent.wait()
+        del self.sent[at]
         self.sync._refuse_lost(sent)
         if self.sync.rank in sent.bucket.to:
             segments = sent.bucket.segments.items()
             parts = [places.views(sent.buffer[at:][:n], counts[rank]) for rank, (at, n) in segments]
-            yield from _split(sent.bucket, places, parts, of_groups, digests)
+            split = _split(sent.bucket, places, parts, of_groups, digests)
+            yield from self.sync._noted(split)
 
-    def _compared(self, at: int, based: bool) -> _Told | None:
+    def _compared(self, at: int, based: bool) -> Message | None:
         """Finds what changed in this rank's segment of a bucket, if there is one, and begins to
         tell the other ranks.
         """
         if at == len(self.places):
             return None
-        try:
-            return self._tell(at, None, self._changes(at, based))
-        except Exception as error:  # of any kind, because the other ranks wait for this one
-            return self._tell(at, error)
+        self.sync._tried(lambda: self._compare(at, based))
+        return self._tell(at)
 
-    def _changes(self, at: int, based: bool) -> Changes:
+    def _compare(self, at: int, based: bool) -> None:
         import torch
 
         sync, places, (bucket, steps) = self.sync, self.places[at], self.pack[at]
         buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=sync._device)
         sync._copy(steps.send, bucket, buffer)
-        new = buffer.view(places.bits)[: places.count.get(sync.rank, 0)]
+        self.new[at] = new = buffer.view(places.bits)[: places.count.get(sync.rank, 0)]
         held = self.held[at] if based else None
-        return places.changes(new, held, sync.rank, SHARE * places.size)
+        self.found[at] = places.changes(new, held, sync.rank, SHARE * places.size)
 
-    def _tell(
-        self, at: int, failed: Exception | None = None, changes: Changes | None = None
-    ) -> _Told:
+    def _tell(self, at: int) -> Message:
         """Begins to add up the tallies of all ranks for a bucket. Behind the last bucket the ranks
         only tell each other that they are there.
         """
         import torch
         import torch.distributed as dist
 
-        parts = [torch.full((1,), int(failed is None), device=self.sync._device)]
-        if at < len(self.places):
-            parts.append(self.places[at].tally() if changes is None else changes.tally)
-        told, works = torch.cat(parts), []
+        if at == len(self.places):
+            told = torch.zeros(1, dtype=torch.int64, device=self.sync._device)
+        else:
+            told = self.found[at].tally if at in self.found else self.places[at].tally()
+        told[-1:].fill_(self.sync._refused is None)
+        works: list[Any] = []
         if dist.is_initialized():
             works.append(call(dist.all_reduce, told, async_op=True))
-        return _Told(changes, failed, told, works)
+        return told, works
 
-    def _agree(self, of: _Told) -> np.ndarray:
+    def _agree(self, message: Message) -> np.ndarray:
         """Returns the sum of the tallies of all ranks.
 
         Raises one error on all ranks if a rank has failed.
         """
-        for work in of.works:
+        told, works = message
+        for work in works:
             call(work.wait)
-        here, *tally = call(of.told.tolist)
+        *tally, here = call(told.tolist)
         if here != self.sync.world:
-
-            def fail() -> None:
-                if of.failed is not None:
-                    raise of.failed
-
-            gathered(fail)
-            raise lost("what changed in a bucket has not reached all ranks")
+            self.sync._fail("what changed in a bucket has not reached all ranks")
         return np.array(tally, "i8")
 
-    def _keep(self, at: int, new: torch.Tensor) -> None:
+    def _keep(self, at: int, changed: bool = True) -> None:
         """Keeps the values of a segment for the next call."""
         import torch
 
-        held = self.held[at]
-        if self.where == "device":
-            self.held[at] = new
-            return
-        if held is None:
-            pinned = new.device.type == "cuda"
-            held = torch.empty(new.shape, dtype=new.dtype, pin_memory=pinned)
-            self.held[at] = held
-        held.copy_(new)
+        def keep(new: torch.Tensor) -> None:
+            if self.where == "device":
+                self.held[at] = new
+                return
+            if (held := self.held[at]) is None:
+                pinned = new.device.type == "cuda"
+                held = torch.empty(new.shape, dtype=new.dtype, pin_memory=pinned)
+                self.held[at] = held
+            held.copy_(new)
 
-    def _sent(
-        self, at: int, bucket: Bucket, counts: dict[int, int], changes: Changes
-    ) -> SentBucket:
+        if changed:
+            self.sync._tried(lambda: keep(self.new[at]))
+        self.new.pop(at, None)
+
+    def _send(self, at: int, bucket: Bucket, counts: dict[int, int]) -> None:
         """Begins to send the changes of a bucket, as whose segments they are."""
-        import torch
-
         sync, places = self.sync, self.places[at]
         receives = sync.rank in bucket.to
         start, size = bucket.segments.get(sync.rank, (0, 0))
-        nbytes = bucket.nbytes if receives else size
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=sync._device)
-        if size:
-            own = buffer[start * receives :][:size]
-            changes.write(*places.views(own, counts[sync.rank]))
-        return sync._exchange(bucket, sync._steps[at], buffer)
 
+        def write(buffer: torch.Tensor) -> None:
+            if size:
+                own = buffer[start * receives :][:size]
+                self.found[at].write(*places.views(own, counts[sync.rank]))
 
-class _Told(NamedTuple):
-    """A message of this rank to all others about a bucket."""
-
-    changes: Changes | None
-    failed: Exception | None
-    told: torch.Tensor  # 1 if it has not failed, and the tally; becomes the sum of all ranks
-    works: list[Any]
+        buffer = sync._filled(bucket.nbytes if receives else size, write)
+        self.sent[at] = sync._exchange(bucket, sync._steps[at], buffer)
 
 
 def _split(

@@ -254,11 +254,12 @@ class Memory:
         """Returns the number of the weight that a parameter is; None if the model lacks it."""
         return self._at.get(tensor.data_ptr())
 
-    def complete(self) -> None:
-        """Completes the parameters of the last step. With overlap_param_gather each rank has only
-        its own part of them until the next forward pass. All ranks call it.
+    def complete(self, replaced: bool = False) -> None:
+        """Completes the parameters of the last step, unless other tensors come in their place. With
+        overlap_param_gather each rank has only its own part of them until the next forward pass.
+        All ranks call it.
 
-        Raises the errors of `refuse_changed` on all ranks.
+        Raises the errors of `refuse_changed` on all ranks, or UsageError if only some replace them.
         """
         late = [
             wrapper
@@ -266,8 +267,9 @@ class Memory:
             if getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False)
         ]
         if late:
-            gathered(self.refuse_changed)
-        for wrapper in late:
+            look = bool if replaced else self.refuse_changed
+            gathered(look, stated=lambda _: {"weights": replaced})
+        for wrapper in () if replaced else late:
             call(wrapper.start_param_sync, force_sync=True)
 
     def refresh(self) -> None:

@@ -9,7 +9,8 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from mckpt import formats
 from mckpt.adapters.checkpoint import AdapterCheckpoint
@@ -36,6 +37,7 @@ from mckpt.live.together import (
     own_result,
     rank_and_world,
     refusal_of,
+    told,
 )
 from mckpt.options import SyncOptions, TargetOptions
 from mckpt.values.dtypes import itemsize, sum_dtype
@@ -44,6 +46,8 @@ from mckpt.values.element import Cast
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 
 class Slice(NamedTuple):
@@ -241,6 +245,8 @@ class Sync:
         """Prepares the work of this rank for a plan."""
         self._plan, self._device = made, device
         self._said: dict[str, Any] = {}  # of the call, which must be equal on all ranks
+        # flags that are not 0 for values that were infinite, and the numbers of their tensors
+        self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
         self.version = 0  # the number of calls that came to their end
         # of the last of these: "version", "seconds", "buckets", and the bytes that this rank
         # "sent" and "received", for the log of a trainer
@@ -250,7 +256,7 @@ class Sync:
         # whether a value may not fit into its dtype, which all ranks learn at the end
         self._checks = quantises or any(self._overflows(cast) for cast in casts)
         self._steps = self._steps_of()
-        self._flat: dict[int, list[Steps]] = {}  # align -> the steps of flat buckets
+        self._flat: tuple[int, list[Steps]] = 0, []  # the last `align` of flat buckets, their steps
         self._posted = len(self._steps)  # the buckets that a call has begun to send
         self._side = None
         if self._device.type == "cuda":
@@ -350,8 +356,6 @@ class Sync:
             raise UsageError(
                 "buckets have whole tensors: make the Sync without slices, delta, boxes"
             )
-        if align not in self._flat:
-            self._flat[align] = self._steps_of(align)
         return self._given_now(Asked(weights, named, extra, align))
 
     def _given_now(self, asked: Asked) -> Iterator[Any]:
@@ -367,16 +371,52 @@ class Sync:
         """
         memory = self.memory
         assert memory is not None
+        replaced = asked.weights is not None
         # receivers in other processes learn of it as the ranks of the model do
-        self._refused = None if asked.weights is not None else refusal_of(memory.complete)
+        self._refused = refusal_of(lambda: memory.complete(replaced))
         memory.refresh()
-        self._refused = self._refused or refusal_of(lambda: self._take(asked))
-        if self.snapshot and asked.weights is None and self._refused is None:
-            memory.keep()
+        self._tried(lambda: self._take(asked))
+        if self.snapshot and not replaced:
+            self._tried(memory.keep)
         try:
             yield from self._given(asked)
+        except MckptError as error:
+            clear_frames(error.__traceback__)  # which hold buckets
+            raise
         finally:
-            memory.refresh()
+            self._free()
+
+    def _tried(self, work: Callable[[], T]) -> list[T]:
+        """Does work of this rank alone, and returns its result; nothing if it fails, or if it has
+        failed before in this call. The other ranks learn of it by the next message.
+        """
+        try:
+            return [work()] if self._refused is None else []
+        except Exception as error:  # of any kind, because the other ranks wait for this one
+            self._note(error)
+        return []
+
+    def _noted(self, found: Iterable[T]) -> Iterator[T]:
+        """Yields what this rank alone makes, as far as it does not fail, as `_tried`."""
+        try:
+            yield from found
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        """Notes the error of this rank, and frees what a call that fails does not need."""
+        self._refused = self._refused or told(error)
+        self._free()
+        if self._kept is not None:
+            self._kept.forget()
+
+    def _free(self) -> None:
+        """Frees what a call holds beside its buckets."""
+        self._bad.clear()
+        if self.memory is not None:
+            self.memory.refresh()
+        if self._factors is not None:
+            self._products.forget()
 
     def _take(self, asked: Asked) -> None:
         """Prepares a call on this rank. Raises the errors that this rank finds."""
@@ -398,7 +438,9 @@ class Sync:
         """Does the work of a call, with the weights where they are now or were kept."""
         flat = asked.flat
         self._begin()
-        of_buckets = self._flat[flat] if flat else self._steps
+        if flat and self._flat[0] != flat:
+            self._flat = flat, self._steps_of(flat)
+        of_buckets = self._flat[1] if flat else self._steps
         sent: list[SentBucket] = []
         self._posted = 0
         try:
@@ -432,7 +474,7 @@ class Sync:
         if not flat:
             yield from tensors
         elif named := list(tensors):
-            yield flat_bucket(named, flat, self._device)
+            yield from self._tried(lambda: flat_bucket(named, flat, self._device))
 
     def _extra(self, extra: Mapping[str, torch.Tensor], flat: int) -> Iterator[Any]:
         if flat:
@@ -466,8 +508,6 @@ class Sync:
         self._end()
 
     def _begin(self) -> None:
-        # flags that are not 0 for values that were infinite, and the numbers of their tensors
-        self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
         self._began = time.monotonic()
         # what a rank adds to the sum behind a bucket: 1, and above it what it states of the call
         self._token = 1 + ((zlib.crc32(repr(self._said).encode()) & 0x3FFFFF) << 20)
@@ -485,8 +525,7 @@ class Sync:
     def _end(self) -> None:
         if self._checks or self._is_direct:
             gathered(self._check, self._group)
-        if self._factors is not None:
-            self._products.forget()
+        self._refuse_noted()  # what this rank could not make of the last bucket
 
     def _check(self) -> None:
         import torch
@@ -495,9 +534,7 @@ class Sync:
         names = [listed[n].name for listed, numbers, _ in self._bad for n in numbers]
         flags = torch.cat(every).tolist() if every else []
         found = [name for name, flag in zip(names, flags, strict=True) if flag]
-        self._bad.clear()
-        if self._refused is not None:
-            raise self._refused
+        self._refuse_noted()
         if found:
             raise UsageError.of(
                 "tensors have values that their dtype cannot hold; give another dtype, or"
@@ -516,13 +553,22 @@ class Sync:
         """Packs this rank's segment of a bucket, and begins to send it to all ranks that receive
         the bucket.
         """
+        self._posted += 1
+        buffer = self._filled(steps.buffer, lambda memory: self._copy(steps.send, bucket, memory))
+        return self._exchange(bucket, steps, buffer)
+
+    def _filled(self, nbytes: int, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        """Returns memory of a bucket, in which a function has put this rank's segment. If it fails,
+        there are other values: all ranks take part in the bucket, and learn of it behind that.
+        """
         import torch
 
-        self._posted += 1
-        buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self._device)
-        if self._refused is None:
-            self._copy(steps.send, bucket, buffer)
-        return self._exchange(bucket, steps, buffer)
+        def made() -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+        (memory,) = self._tried(made) or [made()]
+        self._tried(lambda: fill(memory))
+        return memory
 
     def _exchange(self, bucket: Bucket, steps: Steps, buffer: torch.Tensor) -> SentBucket:
         """Begins to send the segments of a bucket, of which `buffer` has that of this rank."""
@@ -662,13 +708,17 @@ class Sync:
         """Waits for a bucket, and returns its tensors, none if this rank does not receive them; and
         by their numbers the scales of those that are quantised.
         """
+        sent.wait()
+        found = self._tried(lambda: self._made(sent))
+        self._refuse_lost(sent)  # only now, so that a device has its work while this waits
+        return found[0] if found else ([], {})
+
+    def _made(self, sent: SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
         import torch
 
-        sent.wait()
         bucket, steps = sent.bucket, sent.steps
         made = torch.empty(steps.made, dtype=torch.uint8, device=self._device)
-        if self._refused is None:
-            self._copy(steps.own, bucket, made)
+        self._copy(steps.own, bucket, made)
         self._copy(steps.receive, bucket, made, sent.buffer)
         tensors: dict[int, torch.Tensor] = {}
         scales: dict[int, torch.Tensor] = {}
@@ -681,7 +731,6 @@ class Sync:
                     scales.update(zip(run.numbers, grids.unbind(0), strict=True))
                     self._bad.append((bucket.tensors, run.numbers, bad))
                 tensors.update(zip(run.numbers, values.unbind(0), strict=True))
-        self._refuse_lost(sent)  # only now, so that a device has its work while this waits
         return [tensors[number] for number in range(len(tensors))], scales
 
     def _refuse_lost(self, sent: SentBucket) -> None:
@@ -703,14 +752,16 @@ class Sync:
             # other ranks may have begun to send the next bucket, and all must do the same
             if sent.number == self._posted < len(self._steps):
                 self._send(self._plan.listed[self._posted], self._steps[self._posted]).wait()
-            refused = self._refused
+            self._fail("a bucket has not reached all ranks")
 
-            def fail() -> None:
-                if refused is not None:
-                    raise refused
+    def _fail(self, reason: str) -> NoReturn:
+        """Raises the errors that ranks have noted, on all ranks; otherwise that ranks are lost."""
+        gathered(self._refuse_noted, self._group, stated=lambda _: self._said)
+        raise lost(reason)
 
-            gathered(fail, self._group, stated=lambda _: self._said)
-            raise lost("a bucket has not reached all ranks")
+    def _refuse_noted(self) -> None:
+        if self._refused is not None:
+            raise self._refused
 
 
 def hf_tensors(model_chunks: Sequence[Any], **options: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from mckpt.errors import MckptError, UsageError
@@ -29,10 +30,8 @@ def gathered(work: Callable[[], T], group: Any = None, stated: Stated[T] | None 
     try:
         result, failed = work(), None
         said = {name: _plain(value) for name, value in stated(result).items()} if stated else {}
-    except MckptError as error:
-        own, failed = error, error
     except Exception as error:  # of any kind, because the other ranks wait for this one
-        own, failed = error, _unexpected(error)
+        own, failed = error, told(error)
     if group is None and not dist.is_initialized():
         if own is not None:
             raise own
@@ -87,14 +86,18 @@ def refusal_of(work: Callable[[], object]) -> MckptError | None:
     """Calls a function, and returns its error; None if it has none."""
     try:
         work()
-    except MckptError as error:
-        return error
     except Exception as error:  # of any kind, as in `gathered`
-        return _unexpected(error)
+        return told(error)
     return None
 
 
-def _unexpected(error: Exception) -> MckptError:
+def told(error: Exception) -> MckptError:
+    """Returns what the other ranks are told of an error of this rank. Frees the variables of the
+    functions that it has left, which may hold much memory.
+    """
+    clear_frames(error.__traceback__)
+    if isinstance(error, MckptError):
+        return error
     return MckptError(f"{type(error).__name__}: {error}")
 
 

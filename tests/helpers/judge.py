@@ -544,6 +544,8 @@ def live_case(case: Case) -> dict[str, Any]:
         return live_cases.run_lora(case, build.build(args, args.params_dtype), args)
     if "boxes" in case:
         return box_cases.run(case, args)
+    if "memory" in case:
+        return live_cases.run_memory(case, build.build(args, args.params_dtype), args)
     if "deltas" in case:
         return live_cases.run_deltas(case, build.build(args, args.params_dtype), args)
     if "updates" in case:

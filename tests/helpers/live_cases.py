@@ -40,6 +40,10 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        `like` and `options` of Sync: the deltas must make the tensors of a whole Sync
        -> wrong: {number: what differs}, errors: of each of the faults of `run_deltas`
        -> sent: {share: [bytes that all ranks sent for the deltas, and for all tensors]}
+       memory: true lets a rank have no memory at many places of calls of a Sync, with `options`,
+       and of saves to `saved`
+       -> memory: {fault: [error of each rank, seconds, bytes that are not freed, what is wrong
+       afterwards, bytes at the next call of the function that failed]}
        options: of mckpt.trainer.train, for `trains`
        -> errors: of each of these, one for each rank, by a name
        fault: makes the first load fail (FAULTS)
@@ -54,13 +58,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import os
 import runpy
 import sys
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +221,11 @@ def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
     return {"wrong": wrong, "sent": sent, **delta_faults(chunks, like)}
 
 
-def change(chunks: list[Any], share: float, seed: int, flip: int = 0) -> None:
+def change(chunks: list[Any], share: float, seed: int, flip: int = 0, of: str = "") -> None:
     """Changes low bits of about a share of the values, or the bits `flip`. The value of an element
-    decides, so that all copies of a weight stay equal.
+    decides, so that all copies of a weight stay equal. of: a part of the names of the weights.
     """
-    for _, weight in load.weights(chunks):
+    for _, weight in (pair for pair in load.weights(chunks) if of in pair[0]):
         bits = weight.view(-1).view(torch.int16)
         drawn = ((bits.long() + 40_000) * (2 * seed + 7_919) % 100_003) % 10_007
         bits[drawn < share * 10_007] ^= flip or 1 + seed % 7
@@ -269,6 +275,15 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
     version, wrong = live.apply_delta(engine, sync(), 0), dict[str, list[str]]()
     kept = sync._kept
 
+    def old() -> int:
+        first, second = sync(), sync()  # `second` builds on what `first` leaves half changed
+        for _ in first if rank == 1 else ():
+            break
+        with suppress(MckptError):
+            deque(first if rank != 1 else (), 0)
+        deque(second, 0)
+        return version
+
     def one_version() -> int:
         sync.version += rank == 1
         return version + (rank == 1)
@@ -290,7 +305,7 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
     def another_base() -> int:
         return version + (rank == 2)
 
-    for fault in (one_version, unfit, early, other_values, another_base):
+    for fault in (one_version, unfit, early, other_values, another_base, old):
         change(chunks, 0.1, len(errors))
         started, error = time.monotonic(), ""
         held, number = list(kept.held), sync.version
@@ -311,6 +326,167 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
         version = live.apply_delta(engine, sync(), version)
         wrong[name] = unlike(on_the_host(engine.items()), on_the_host(whole()))
     return {"errors": errors, "seconds": seconds, "after": wrong}
+
+
+# functions that need memory, and what they raise without it
+NEEDY: tuple[tuple[Any, str, type[Exception]], ...] = (
+    (torch, "empty", torch.OutOfMemoryError),
+    (torch, "cat", torch.OutOfMemoryError),
+    (torch, "searchsorted", torch.OutOfMemoryError),
+    (torch.Tensor, "copy_", MemoryError),
+)
+
+
+@contextmanager
+def failing(owner: Any, name: str, error: type[Exception], number: int) -> Iterator[list[int]]:
+    """Lets one call of a function by mckpt.live fail on rank 1: that of this number, none if it is
+    negative. Yields a list of the number of the calls, and of the bytes that rank 1 holds at the
+    call behind the one that failed.
+    """
+    function, calls = getattr(owner, name), [0]
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if os.path.dirname(live.__file__) in sys._getframe(1).f_code.co_filename:
+            calls[0] += 1
+            if calls[0] == number + 1 and dist.get_rank() == 1:
+                raise error("no memory is left")
+            if calls[0] == number + 2 > 1:
+                calls.append(held_bytes())
+        return function(*args, **keywords)
+
+    setattr(owner, name, call)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, function)
+
+
+def memory_faults(
+    work: Callable[[], Any],
+    again: Callable[[], list[str]] = list,
+    needy: Any = NEEDY,
+    most: int = 4,
+) -> dict[str, Any]:
+    """Lets some of the calls of each function fail, one after the other.
+
+    again: makes ready for the work, and returns what is wrong behind the work before.
+
+    Returns for each of them the errors of all ranks, the seconds, the bytes that a rank holds more
+    while it has the error, what is wrong afterwards, and the bytes more at the next call of rank 1.
+    """
+    found: dict[str, Any] = {}
+    for owner, name, error in needy:
+        again()
+        with failing(owner, name, error, -1) as calls:
+            work()
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, calls[0])
+        again()
+        for number in sorted({*range(0, counts[1], counts[1] // most + 1), counts[1] - 1} - {-1}):
+            held, raised, started = held_bytes(), None, time.monotonic()
+            with failing(owner, name, error, number) as calls:
+                try:
+                    work()
+                except MckptError as one:
+                    raised = one
+            seconds, more = time.monotonic() - started, held_bytes() - held
+            while more > 0 and time.monotonic() < started + seconds + 0.5:  # threads of gloo end
+                more = held_bytes() - held
+            every: list[Any] = [None] * dist.get_world_size()
+            said = "" if raised is None else str(raised)
+            then = [one - held for one in calls[1:]]
+            dist.all_gather_object(every, (said, seconds, more, calls[0] > number, then))
+            del raised
+            errors, times, kept, failed, then = ([*column] for column in zip(*every, strict=True))
+            one = [errors, max(times), max(kept), again(), then[1]]
+            if failed[1]:  # what changed decides whether there are as many calls
+                found[f"{name} {number} of {counts[1]}"] = one
+    return found
+
+
+KNOWN: set[int] = set()  # addresses of the weights
+
+
+def held_bytes() -> int:
+    """Returns the bytes of all tensors but KNOWN, and of the copies of saves."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    total = sum(nbytes for address, nbytes in sizes.items() if address not in KNOWN)
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "mckpt-live" in os.readlink(f"/proc/self/fd/{number}"):
+                total += os.stat(f"/proc/self/fd/{number}").st_blocks * 512 + 1
+    return total
+
+
+# keywords of Sync, by a name
+GIVING: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "snapshot": {"snapshot": True},
+    "fp8": {"quantize": "fp8"},
+}
+# keywords of save, by a name: pieces go straight into files, and a copy of the weights
+SAVING: dict[str, dict[str, Any]] = {
+    "pieces of hf": {"format": "hf", "background": True},
+    "pieces of own": {"background": True},
+    "copy": {"format": "torch", "tp": 1, "pp": 1, "background": True},
+    "portions": {"format": "torch", "tp": 1, "pp": 1},
+}
+
+
+@torch.no_grad()
+def run_memory(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
+    """Lets a rank have no memory at some places of calls and of saves."""
+    load.load(chunks, args, case["checkpoint"])
+    like, options = case["like"], {"bucket_bytes": "96KiB", **case.get("options", {})}
+    found: dict[str, Any] = {}
+    KNOWN.update(weight.untyped_storage().data_ptr() for _, weight in load.weights(chunks))
+    gc.freeze()  # `held_bytes` need not look at what is there before
+
+    def add(name: str, faults: dict[str, Any]) -> None:
+        found.update({f"{name}: {fault}": one for fault, one in faults.items()})
+
+    whole = live.Sync(chunks, like=like, **options)
+    needy = [*NEEDY, (torch.Tensor, "clone", MemoryError)]
+    for name, more in GIVING.items():
+        sync = live.Sync(chunks, like=like, **options, **more)
+        right = on_the_host(sync())
+
+        def given(sync: Any = sync, right: Any = right) -> list[str]:
+            return unlike(on_the_host(sync()), right)
+
+        add(name, memory_faults(lambda s=sync: deque(s(), 0), given, needy))
+        if name == "fp8":
+            add("flat", memory_faults(lambda s=sync: deque(s.buckets(), 0), given, needy))
+    for name, keywords in SAVING.items() if "saved" in case else ():
+        folders = [Path(case["saved"]) / name]
+
+        def saved(folders: Any = folders) -> list[str]:
+            wrong = [str(folders[-1])] if (folders[-1] / "mckpt.json").exists() else []
+            folders.append(folders[0].with_name(f"{folders[0].name} {len(folders)}"))
+            return on_any_rank(wrong)
+
+        def save_it(folders: Any = folders, keywords: Any = keywords) -> None:
+            live.save(chunks, folders[-1], like=like, **keywords).result()
+
+        add(name, memory_faults(save_it, saved, needy[-2:]))
+    for where in ("host", "device"):
+        sync = live.Sync(chunks, like=like, delta=where, **options)
+        engine = {name: torch.zeros_like(tensor) for name, tensor in whole()}
+        applied = [0]
+
+        def again(sync: Any = sync, engine: Any = engine, applied: Any = applied) -> list[str]:
+            if sync.version != applied[0]:  # nobody has applied the deltas of the last call
+                sync._kept.valid = False
+            applied[0] = live.apply_delta(engine, sync(), sync.version)
+            wrong = unlike(on_the_host(engine.items()), on_the_host(whole()))
+            change(chunks, 0.02, sync.version)
+            change(chunks, 0.5, sync.version, of="mlp")
+            return wrong
+
+        add(where, memory_faults(lambda s=sync: deque(s(), 0), again))
+    return {"memory": found}
 
 
 # keyword of Sync -> its value on rank 0, and on the others
@@ -729,7 +905,26 @@ def run_resumed(case: dict[str, Any], args: Any) -> dict[str, Any]:
         assert differences(bits_of(*mine), wanted), "the step has changed nothing"
         fill()
         differs["again"] = differences(bits_of(*mine), wanted)
-    return {"differs": differs, "states": len(wanted)}
+        errors = replaced_on_one(mine[0], case["like"]) if case.get("overlap") else {}
+    return {"differs": differs, "states": len(wanted), "errors": errors}
+
+
+def replaced_on_one(chunks: list[Any], like: str) -> dict[str, list[str]]:
+    """Returns the errors of each rank if only rank 0 gives tensors in the place of the weights, and
+    if all ranks or none do so afterwards.
+    """
+    errors: dict[str, list[str]] = {}
+    copies = {n: w.detach().clone() for n, w in chunks[0].named_parameters()}
+    copies |= {n: w.detach().clone() for n, w in chunks[0].named_buffers()}
+    for delta in (None, "host"):
+        sync = live.Sync(chunks, like=like, delta=delta)
+        for name, ranks in {"one": [0], "none": [], "all": range(4)}.items():
+            given = copies if dist.get_rank() in ranks else None
+            every: list[Any] = [None] * dist.get_world_size()
+            said = refusal(lambda s=sync, g=given: deque(s(weights=g), 0))
+            dist.all_gather_object(every, said)
+            errors[f"{delta} {name}"] = every
+    return errors
 
 
 @contextmanager

@@ -345,6 +345,31 @@ def expect_error(result: dict[str, Any], texts: list[str]) -> None:
     assert len(set(result["errors"])) == 1
 
 
+@pytest.mark.parametrize(
+    ("case", "size", "options"),
+    [("qwen3", {"tp": 2, "pp": 2, "vpp": 2}, {}), ("llama", {"tp": 4}, {"to": 0})],
+)
+def test_a_rank_without_memory_is_one_error_on_all(
+    case: str, size: dict[str, Any], options: dict[str, Any], work: Path, tiny_model: TinyModel
+) -> None:
+    source, more = tiny_model(case), {"memory": True, "options": options, "patience": 300}
+    more |= {} if options else {"saved": work / "saved-without-memory"}
+    found = live(source, work, size, like=source, **more)["memory"]
+    alone = []
+    for name, (errors, seconds, held, wrong, then) in found.items():
+        assert "MemoryError: no memory is left" in errors[1], (name, errors)
+        assert len({*errors} - {""}) == 1 and len({*errors[::2], errors[3]}) == 1, (name, errors)
+        alone += [name] * (errors[0] == "")
+        assert seconds < 10, (name, seconds)
+        assert held <= 0, f"{name}: a rank holds {held:,} bytes"
+        assert not wrong, (name, wrong)
+        if name.startswith("device: empty"):  # memory is free where a rank asks again
+            assert all(held < 0 for held in then), (name, then)
+    # no rank waits for another one behind the last bucket of a call that does not look at values
+    assert len(alone) <= 2 and all(name.startswith(("whole", "snapshot")) for name in alone), alone
+    assert len(found) > 50
+
+
 @pytest.mark.parametrize("fault", ["lost_rank", "lost_in_call"])
 def test_ranks_that_lost_another_one_raise_an_error(
     fault: str, work: Path, tiny_model: TinyModel

@@ -99,6 +99,7 @@ def results(place: Path) -> dict[str, dict[str, Any]]:
         saves = [[str(place / f"saved-{name}"), saving]]
         theirs = str(place / f"resharded-{name}")
         more = {"reshard": whole, "theirs": theirs, "saves": saves, "overlap": name == "dense"}
+        more |= {"like": str(place / "made" / "qwen3-hf")} if name == "dense" else {}
         add(name, training, sizes, options, **more)
     for name, (training, saved, sizes, options) in SAVED.items():
         saves = [[str(place / f"saved-{name}"), {}]] if saved == name else []
@@ -118,6 +119,18 @@ def test_an_optimizer_goes_on_with_the_bits_of_the_file_route(
     assert result["ok"], explain(result)
     assert result["differs"] == {"before": [], "after": [], "again": []}
     assert result["states"] > 30
+
+
+def test_ranks_that_do_not_agree_on_their_weights_raise_an_error(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    """With overlap_param_gather those that give none gather the parameters first."""
+    errors = results["load-dense"]["errors"]
+    for delta in (None, "host"):
+        said = errors.pop(f"{delta} one")
+        assert "weights: True on rank 0, False on rank 1, 2, 3" in said[0]
+        assert len(set(said)) == 1
+    assert list(errors.values()) == [[""] * 4] * 4
 
 
 @pytest.mark.parametrize("case", [*LOADS, *(name for name, row in SAVED.items() if row[1] == name)])
