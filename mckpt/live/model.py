@@ -28,7 +28,7 @@ from mckpt.formats import places
 from mckpt.formats.base import Names
 from mckpt.formats.foreign import FACTOR
 from mckpt.formats.megatron import torch_dist
-from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.interface import MARKS, Common
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.save_directory import IterationDirectory
@@ -106,13 +106,6 @@ class RankParts(Chunked):
         )
         super().__init__(root, Metadata(tensors, [], items, {}))
 
-    def place(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
-    ) -> tuple[int, int]:
-        """Returns the number of a rank's file, and the place of a part."""
-        name, at, _ = self.metadata.items[key, offsets]
-        return self.number[name], at
-
     def rank_of(self, file: int) -> int:
         """Returns the rank whose file has this number."""
         return int(self.files[file].removeprefix("rank_"))
@@ -125,9 +118,6 @@ class RankParts(Chunked):
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         return iter(())
-
-    def check_sizes(self) -> None:
-        """Does nothing, because the layout of a live model has no files to open."""
 
 
 class OpenedModel(torch_dist.TorchDist):

@@ -84,17 +84,19 @@ class Chunked(ABC):
         the files `beside`.
         """
 
-    @abstractmethod
-    def check_sizes(self) -> None:
+    def check_sizes(self) -> None:  # noqa: B027
         """Raises SourceError for files whose size does not fit their content, even if nothing reads
-        that content.
+        that content. Does nothing where opening or reading the files finds that.
         """
 
-    @abstractmethod
     def place(
         self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
     ) -> tuple[int, int]:
-        """Returns the number of a chunk's file, and the byte at which the chunk's data begins."""
+        """Returns the number of a chunk's file, and the byte at which the chunk's data begins: that
+        of its item, which has no header.
+        """
+        file, at, _ = self.metadata.items[key, offsets]
+        return self.number[file], at
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns the strides, in elements, of a chunk of these sizes; None if it is dense."""

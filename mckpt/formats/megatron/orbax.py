@@ -22,7 +22,7 @@ from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.formats.base import Format, Names, packed, stored_shape
-from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.orbax_arrays import METADATA, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
 from mckpt.formats.megatron.torch_dist import TorchDist
@@ -60,14 +60,6 @@ class _Directory(Chunked):
             tensors[key] = (array.dtype, shape, [(at, shape)])
             items[key, at] = (key, 0, math.prod(shape) * itemsize(array.dtype))
         super().__init__(arrays.in_order(orders), Metadata(tensors, arrays.others, items, {}))
-
-    def check_sizes(self) -> None:
-        """Does nothing, because tensorstore checks the sizes of chunks when it reads them."""
-
-    def place(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
-    ) -> tuple[int, int]:
-        return self.number[key], 0
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         for (key, _), (file, at, nbytes) in self.metadata.items.items():

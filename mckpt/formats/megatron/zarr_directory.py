@@ -23,7 +23,7 @@ from mckpt.containers.dcp_metadata import Chunk, Metadata, possible
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
-from mckpt.formats.megatron.chunked import Chunked, Files, unwrapped, wrapping
+from mckpt.formats.megatron.chunked import Chunked, unwrapped, wrapping
 from mckpt.geometry.box import row_major
 from mckpt.lazy import numpy as np
 from mckpt.storage.files import read_json, unreadable
@@ -221,12 +221,6 @@ class ZarrDirectory(Chunked):
                 f"{self.root}: chunks are truncated, or not of this checkpoint; copy them again:",
                 wrong,
             )
-
-    def place(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
-    ) -> tuple[int, int]:
-        """Returns the number of a chunk's file, which has nothing but its elements."""
-        return self.number[self.metadata.items[key, offsets][0]], 0
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns the strides of a chunk at the end of an array, which its elements do not fill."""
