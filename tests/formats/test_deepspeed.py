@@ -20,7 +20,7 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.options import SourceOptions
 from tests.helpers import damages, tiny
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import Pt, good, refused
 from tests.helpers.commands import mckpt as run
 
 DEEPSPEED = os.environ.get("DEEPSPEED_PYTHON", "")
@@ -125,6 +125,16 @@ def test_each_damaged_file_is_named(how: str, saved: Path, tmp_path: Path) -> No
         args = ("megatron-to-hf", saved, tmp_path / f"out{number}", "--like", hf)
         refused(3, path.name, args=args)
         path.write_bytes(raw)
+
+
+def test_the_file_of_a_training_with_more_ranks_is_named(tmp_path: Path) -> None:
+    step = sample("zero1", tmp_path)
+    (path,) = step.glob("*rank_1_mp_rank_00_optim_states.pt")
+    file = Pt(path)
+    file.value["optimizer_state_dict"]["partition_count"] = [3, 4]
+    file.save()
+    args = ("megatron-to-hf", step, tmp_path / "out", "--like", tmp_path / "hf")
+    refused(3, f"{path}: is of a training with 4 ranks", "rank_3_", args=args)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

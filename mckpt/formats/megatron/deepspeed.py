@@ -29,26 +29,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mckpt.containers import safe_pickle, torch_file, torch_spans
+from mckpt.containers import torch_spans
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Entry, Span, entry_of
-from mckpt.containers.torch_file import Ranges
+from mckpt.containers.safe_pickle import as_tensor, fields, short
 from mckpt.containers.torch_spans import Item
-from mckpt.errors import SourceError
+from mckpt.errors import PickleError, SourceError
 from mckpt.formats import foreign
 from mckpt.formats.base import FAMILY, Format
 from mckpt.formats.hf_pieces import sizes_of
-from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.optimizer import MASTER_KEYS
-from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, step_of
+from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, adam_of, step_of
 from mckpt.geometry.box import Box, range_boxes
 from mckpt.mapping import MappingFile
-from mckpt.storage.files import opened
 from mckpt.values.dtypes import itemsize
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 STEP, SETTINGS = "step.pt", "zero/optimizer_state.pt"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "*zero_pp_rank_*_optim_states.pt"
+FLAT = "single_partition_of_fp32_groups"  # the key of a rank's parts by ZeRO 1 and 2
+MODELS = f"zero_pp_rank_*_{MODEL}"  # by ZeRO 3
 # the files of the experts of a MoE layer of DeepSpeed, and of their optimizer
 EXPERTS = ("*expert_*_model_states.pt", "*expp_rank_*_optim_states.pt")
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(?:optim|model)_states\.pt")
@@ -59,7 +60,9 @@ OTHERWISE = (
     " --output_folder DST` or `python zero_to_fp32.py . OUT --safe_serialization`"
 )
 
-Name = tuple[str, str]  # a state, and the weight that has it
+Name = tuple[str, str]  # a state, or "" of what is not trained, and the weight that has it
+Shapes = dict[str, tuple[int, ...]]  # of weights
+Range = tuple[Any, Any]  # the first element in a flat tensor, and the number of elements
 
 
 def detect(path: Path) -> bool:
@@ -67,170 +70,211 @@ def detect(path: Path) -> bool:
     return any(next(path.glob(pattern), None) for pattern in patterns)
 
 
-class _Reader:
-    """Reads the files of a checkpoint, and collects the parts of its tensors."""
+class _File:
+    """A file of torch.save, of which the tensors are not read. The methods raise SourceError for a
+    value that DeepSpeed does not write.
+    """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        # by state and name; the state of what is not trained is ""
-        self.parts: dict[Name, list[tuple[str, Entry]]] = {}
-        self.shapes: dict[Name, tuple[int, ...]] = {}
-        self.settings: list[dict[str, Any]] = []
-        self.steps = set[float]()
-        self.files: list[str] = []
-
-    def read(self, path: Path) -> tuple[Any, Ranges]:
-        """Returns the value of a file, and the places of its storages."""
+    def __init__(self, path: Path, number: int) -> None:
         if not path.is_file():
             raise SourceError(f"{path}: is not there; {CURE}")
-        self.files.append(str(path.relative_to(self.root)))
-        with opened(str(path)) as fd:
-            return torch_file.read(fd, str(path))
+        self.path, self.number = path, number
+        self.value, self.data = Chunked.read(str(path))
 
-    def dict_of(self, path: Path) -> tuple[dict[str, Any], Ranges]:
-        value, data = self.read(path)
-        return _dict(value, path), data
+    def error(self, text: str) -> SourceError:
+        return SourceError(f"{self.path}: {text}; {CURE}")
 
-    def entry(self, record: Any, data: Ranges, path: Path, what: str) -> Entry:
-        """Returns the place of a tensor. Raises SourceError for anything else, and for a view that
-        is not dense.
-        """
-        view = safe_pickle.as_tensor(record)
-        entry = view and entry_of(view, data, 0)
-        if view is None or entry is None or entry.strides is not None:
-            raise SourceError(f"{path}: {what} is not a dense tensor, but {_short(record)}; {CURE}")
-        room = sum(data[view.storage]) - entry.at
-        if math.prod(entry.shape) * itemsize(entry.dtype) > room:
-            raise SourceError(f"{path}: {what} reaches past the end of its storage; {CURE}")
+    def known(self, value: Any, kind: type = dict) -> Any:
+        """Returns a value of this type."""
+        if not isinstance(value, kind):
+            raise SourceError(
+                f"{self.path}: has {short(value)} where DeepSpeed has a {kind.__name__};"
+                f" {OTHERWISE}"
+            )
+        return value
+
+    def shapes(self, group: Any) -> Shapes:
+        try:
+            return {str(name): sizes_of(size) for name, size in self.known(group).items()}
+        except ValueError as e:
+            raise self.error(f"{e}") from None
+
+    def entry(self, record: Any, what: str) -> Entry:
+        """Returns the place of a tensor, which is dense. what: names it in an error."""
+        try:
+            view = as_tensor(record)
+        except PickleError as e:
+            raise self.error(f"{what}: {e}") from None
+        entry = view and entry_of(view, self.data, self.number)
+        if entry is None or entry.strides is not None:
+            raise self.error(f"{what} is not a dense tensor, but {short(record)}")
         return entry
 
-    def add(self, name: Name, path: Path, entry: Entry, shape: tuple[int, ...]) -> None:
-        self.shapes[name] = shape
-        self.parts.setdefault(name, []).append((str(path.relative_to(self.root)), entry))
 
-    def universal(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
-        """Collects the tensors of files of one weight each, which are flat after ZeRO 3.
+class _Directory(Chunked):
+    """The ranges of all tensors, in the files of torch.save."""
 
-        shapes: of the weights of each group.
-        """
-        stated = {name: shape for group in shapes for name, shape in group.items()}
+    def __init__(self, root: Path) -> None:
+        if any(next(root.glob(pattern), None) for pattern in EXPERTS):
+            raise SourceError(
+                f"{root}: has experts in files of their own, as DeepSpeed's MoE layers are saved,"
+                " whose names no model of transformers has; mckpt does not read them"
+            )
+        self.root = root
+        self.every: list[Path] = []  # all files; an Entry has the number of one of them
+        self.parts: dict[Name, list[Entry]] = {}  # flat
+        self.sizes: dict[Name, tuple[int, ...]] = {}
+        self.settings: list[dict[str, Any]] = []
+        self.steps = set[float]()
+        zero3 = not (root / MODEL).exists() and any(root.glob(MODELS))
+        paths = _ranks(root, MODELS) if zero3 else [root / MODEL]
+        models = [self._read(path) for path in paths]
+        model = (first := models[0]).known(first.value)
+        if zero3:
+            _refuse_lost(paths, model.get("dp_world_size"), first.path)
+        shapes = [first.shapes(group) for group in first.known(model.get("param_shapes"), list)]
+        if (root / "zero").is_dir():
+            self._universal({name: shape for group in shapes for name, shape in group.items()})
+        else:
+            self._zero(shapes)
+        if lost := sorted({n for group in shapes for n in group if ("fp32", n) not in self.parts}):
+            what = f"{root}: has no file of weights whose names are in {first.path.name}:"
+            raise SourceError.of(what, lost, CURE.capitalize())
+        for rank, file in enumerate(models):
+            self._untrained(file, rank, len(models))
+        steps = model.get("global_steps")
+        self.iteration = steps if type(steps) is int else None
+        names, wrappers = foreign.unwrapped(list(dict.fromkeys(n for _, n in self.parts)))
+        read = (f"the names of the tensors are read without {part}" for part in wrappers)
+        self.notes = (NOTE, *read)
+        super().__init__(root, self._as_torch_dist(names))
+
+    # ------------------------------------------------------------------------------- collecting
+
+    def _read(self, path: Path) -> _File:
+        self.every.append(path)
+        return _File(path, len(self.every) - 1)
+
+    def _universal(self, shapes: Shapes) -> None:
+        """Collects the tensors of files of one weight each, which are flat after ZeRO 3."""
         for folder in sorted(p for p in (self.root / "zero").iterdir() if p.is_dir()):
             for state in STATES:
-                path = folder / f"{state}.pt"
-                value, data = self.read(path)
-                value = value.get("param") if isinstance(value, dict) else value
-                entry = self.entry(value, data, path, "its tensor")
+                file = self._read(folder / f"{state}.pt")
+                value = file.value.get("param") if isinstance(file.value, dict) else file.value
+                entry = file.entry(value, "its tensor")
                 flat = len(entry.shape) == 1
-                shape = stated.get(folder.name, entry.shape) if flat else entry.shape
-                self.add((state, folder.name), path, entry, shape)
+                shape = shapes.get(folder.name, entry.shape) if flat else entry.shape
+                self._add((state, folder.name), shape, entry)
             if (folder / STEP).is_file():
-                self.steps.add(step_of(*self.read(folder / STEP), str(folder / STEP)))
-        path = self.root / SETTINGS
-        own, data = self.dict_of(path)
-        self._adam(_dict(own.get("optimizer_state_dict", own), path), data, path)
+                file = self._read(folder / STEP)
+                self.steps.add(step_of(file.value, file.data, str(file.path)))
+        file = self._read(self.root / SETTINGS)
+        own = file.known(file.value)
+        self._adam(file, own.get("optimizer_state_dict", own))
 
-    def _adam(self, base: dict[str, Any], data: Ranges, path: Path) -> dict[Any, Any]:
+    def _adam(self, file: _File, base: Any) -> dict[Any, Any]:
         """Collects the settings, and the steps that groups and states count; returns the states."""
-        groups = _known(base.get("param_groups"), list, path)
-        states = _dict(base.get("state", {}), path)
-        self.settings += [_dict(group, path) for group in groups]
-        for one in (*groups, *(_dict(state, path) for state in states.values())):
-            if "step" in one:
-                self.steps.add(step_of(one["step"], data, str(path)))
+        groups, states, steps = adam_of(base, file.data, str(file.path), OTHERWISE)
+        self.settings += groups
+        self.steps.update(steps)
         return states
 
-    def zero(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
+    def _zero(self, shapes: list[Shapes]) -> None:
         """Collects the parts of all ranks. shapes: of the weights of each group."""
-        ranks = _ranks(self.root, OPTIMIZER)
-        for rank, path in enumerate(ranks):
-            value, data = self.dict_of(path)
-            own = _dict(value.get("optimizer_state_dict"), path)
+        paths = _ranks(self.root, OPTIMIZER)
+        for rank, file in enumerate(map(self._read, paths)):
+            own = file.known(file.known(file.value).get("optimizer_state_dict"))
             counts = own.get("partition_count")
             for count in counts if isinstance(counts, list) else [counts]:
-                _refuse_lost([path], len(ranks), count)
-            whole = "fp32_flat_groups" in own
-            base = own.get("optimizer_state_dict" if whole else "base_optimizer_state")
-            flat = own.get("fp32_flat_groups" if whole else "single_partition_of_fp32_groups")
-            states = self._adam(_dict(base, path), data, path)
-            slices = own.get("param_slice_mappings")
-            if whole:
-                slices = [_equal(group, rank, len(ranks)) for group in shapes]
-            flat, slices = (_known(value, list, path) for value in (flat, slices))
-            if not len(flat) == len(slices) == len(shapes) == len(states):
-                raise SourceError(f"{path}: its groups are not those of the model; {CURE}")
-            for g, ranges in enumerate(slices):
-                state = {**_dict(states.get(g), path), "fp32": flat[g]}
+                _refuse_lost(paths, count, file.path)
+            if "fp32_flat_groups" in own:  # by ZeRO 3
+                base, flat = own.get("optimizer_state_dict"), own["fp32_flat_groups"]
+                ranges = [_equal(group, rank, len(paths)) for group in shapes]
+            else:
+                base, flat = own.get("base_optimizer_state"), own.get(FLAT)
+                slices = file.known(own.get("param_slice_mappings"), list)
+                ranges = [{n: _range(p, file) for n, p in file.known(s).items()} for s in slices]
+            states = self._adam(file, base)
+            if not len(file.known(flat, list)) == len(ranges) == len(shapes) == len(states):
+                raise file.error("its groups are not those of the model")
+            for g, own_ranges in enumerate(ranges):
+                state = {**(states.get(g) or {}), "fp32": flat[g]}
                 for kind in STATES:
-                    all_of = self.entry(state.get(kind), data, path, f"{kind} of group {g}")
-                    for name, place in _dict(ranges, path).items():
-                        shape = shapes[g].get(name)
-                        self._range((kind, str(name)), shape, place, all_of, path)
+                    whole = file.entry(state.get(kind), f"{kind} of group {g}")
+                    for name, place in own_ranges.items():
+                        self._add((kind, str(name)), shapes[g].get(name), whole, place)
 
-    def _range(
-        self, name: Name, shape: tuple[int, ...] | None, place: Any, whole: Entry, path: Path
-    ) -> None:
-        """Adds a range of a flat tensor."""
-        found = place if isinstance(place, dict) else safe_pickle.fields(place, str(path))
-        start, count = found.get("start"), found.get("numel")
-        if (
-            shape is None
-            or not (type(start) is type(count) is int and start >= 0 and count >= 0)
-            or start + count > math.prod(whole.shape)
-        ):
-            raise SourceError(f"{path}: {' of '.join(name)} is not in the range stated; {CURE}")
-        at = whole.at + start * itemsize(whole.dtype)
-        self.add(name, path, whole._replace(shape=(count,), at=at), shape)
-
-    def untrained(
-        self, model: dict[str, Any], data: Ranges, path: Path, rank: int, of: int
-    ) -> None:
+    def _untrained(self, file: _File, rank: int, ranks: int) -> None:
         """Collects weights that are not trained, of which ranks may have parts, and buffers.
 
-        model: the content of the file of a rank.
+        file: of the model, by a rank.
         """
-        shapes = _shapes(model.get("frozen_param_shapes") or {}, path)
-        fragments = _dict(model.get("frozen_param_fragments") or {}, path)
-        for name, place in _equal(shapes, rank, of).items():
-            entry = self.entry(fragments.get(name), data, path, name)
-            self._range(("", name), shapes[name], {**place, "start": 0}, entry, path)
+        model = file.known(file.value)
+        shapes = file.shapes(model.get("frozen_param_shapes") or {})
+        fragments = file.known(model.get("frozen_param_fragments") or {})
+        for name, (_, count) in _equal(shapes, rank, ranks).items():
+            whole = file.entry(fragments.get(name), name)
+            self._add(("", name), shapes[name], whole, (0, count))
         # by ZeRO 1, weights that are not trained are in the module alone
-        module, tied = (_dict(model.get(k) or {}, path) for k in ("module", "shared_params"))
+        module, tied = (file.known(model.get(k) or {}) for k in ("module", "shared_params"))
         known = {name for _, name in self.parts} | tied.keys()
         for name in sorted(map(str, module.keys() - known)) if rank == 0 else ():
-            view = safe_pickle.as_tensor(module[name])
+            view = as_tensor(module[name])
             if view is not None and 0 not in view.shape:  # ZeRO 3 leaves them empty
-                entry = self.entry(module[name], data, path, name)
-                self.add(("", name), path, entry, entry.shape)
+                self._add(("", name), view.shape, file.entry(module[name], name))
 
-    def metadata(self) -> tuple[Metadata, list[str]]:
-        """Returns the index of all tensors, whose parts are ranges of their elements, and the parts
-        of their names that a wrapper added.
+    def _add(
+        self, name: Name, shape: tuple[int, ...] | None, whole: Entry, place: Range | None = None
+    ) -> None:
+        """Adds the next elements of a tensor, which are a range of a flat one, or all of it."""
+        numel = math.prod(whole.shape)
+        start, count = place or (0, numel)
+        if (
+            shape is None
+            or not type(start) is type(count) is int
+            or not 0 <= start <= start + count <= numel
+        ):
+            path = self.every[whole.file]
+            raise SourceError(f"{path}: {' of '.join(name)} is not in the range stated; {CURE}")
+        self.sizes[name] = shape
+        if count:
+            at = whole.at + start * itemsize(whole.dtype)
+            part = whole._replace(shape=(count,), at=at)
+            self.parts.setdefault(name, []).append(part)
+
+    def _as_torch_dist(self, names: list[str]) -> Metadata:
+        """Returns the index of all tensors, whose chunks are ranges of their elements.
+
+        names: those of the weights without the parts that a wrapper added.
         """
-        stored = list(dict.fromkeys(name for _, name in self.parts))
-        names, wrappers = foreign.unwrapped(stored)
-        plain = dict(zip(stored, names, strict=True))
+        plain = dict(zip(dict.fromkeys(name for _, name in self.parts), names, strict=True))
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
+        files = [str(path.relative_to(self.root)) for path in self.every]
         for (state, name), parts in self.parts.items():
-            counts = [math.prod(entry.shape) for _, entry in parts]
-            kinds = sorted({entry.dtype for _, entry in parts})
-            shape = self.shapes[state, name]
-            if sum(counts) != math.prod(shape) or len(kinds) > 1:
+            *starts, end = itertools.accumulate((part.shape[0] for part in parts), initial=0)
+            kinds, shape = sorted({part.dtype for part in parts}), self.sizes[state, name]
+            if end != math.prod(shape) or len(kinds) > 1:
                 raise SourceError(
-                    f"{self.root}: {state} of {name} {list(shape)}: its parts, in {parts[0][0]} and"
-                    f" others, have {sum(counts):,} elements of {' and '.join(kinds)}; {CURE}"
+                    f"{self.root}: {state} of {name} {list(shape)}: its parts, in"
+                    f" {files[parts[0].file]} and others, have {end:,} elements of"
+                    f" {' and '.join(kinds)}; {CURE}"
                 )
-            starts = itertools.accumulate(counts[:-1], initial=0)
-            ranges = [((at,), (count,)) for at, count in zip(starts, counts, strict=True) if count]
-            places = [
-                (file, entry.at, count * itemsize(entry.dtype))
-                for (file, entry), count in zip(parts, counts, strict=True)
-                if count
-            ]
+            ranges = [((at,), part.shape) for at, part in zip(starts, parts, strict=True)]
             for key in _keys(state, plain[name]):
                 tensors[key] = (kinds[0], shape, ranges)
-                offsets = [(key, offset) for offset, _ in ranges]
-                items |= dict(zip(offsets, places, strict=True))
-        return Metadata(tensors, [], items, {}), wrappers
+                for (offset, (count,)), part in zip(ranges, parts, strict=True):
+                    items[key, offset] = (files[part.file], part.at, count * itemsize(part.dtype))
+        return Metadata(tensors, [], items, {})
+
+    # ----------------------------------------------------------------------- reading, as Chunked
+
+    def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+        whole = self.metadata.tensors[key][1]
+        return range_boxes(whole, offsets[0], offsets[0] + sizes[0])
+
+    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
+        """Returns the records and tensors of all files."""
+        yield from torch_spans.spans((Item(str(path)) for path in self.every), problems)
 
 
 def _keys(state: str, name: str) -> list[str]:
@@ -240,126 +284,51 @@ def _keys(state: str, name: str) -> list[str]:
     return [f"optimizer.state.{state}.{name}" if state else name]
 
 
-def _short(value: Any) -> str:
-    return str(safe_pickle.short(value))[:80]
+def _range(place: Any, file: _File) -> Range:
+    found = fields(place, str(file.path))
+    return found.get("start"), found.get("numel")
 
 
-def _shapes(group: Any, path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        return {str(name): sizes_of(size) for name, size in _dict(group, path).items()}
-    except ValueError as e:
-        raise SourceError(f"{path}: {e}; {CURE}") from None
-
-
-def _known(value: Any, kind: type, path: Path) -> Any:
-    """Returns a value that has the kind that DeepSpeed writes."""
-    if not isinstance(value, kind):
-        raise SourceError(
-            f"{path}: has {_short(value)} where DeepSpeed has a {kind.__name__}; {OTHERWISE}"
-        )
-    return value
-
-
-def _dict(value: Any, path: Path) -> dict[Any, Any]:
-    found: dict[Any, Any] = _known(value, dict, path)
-    return found
-
-
-def _equal(group: dict[str, tuple[int, ...]], rank: int, ranks: int) -> dict[str, Any]:
+def _equal(shapes: Shapes, rank: int, ranks: int) -> dict[str, Range]:
     """Returns the ranges of weights of which each rank has as much."""
-    out, start = dict[str, Any](), 0
-    for name, shape in group.items():
+    out, start = dict[str, Range](), 0
+    for name, shape in shapes.items():
         numel = math.prod(shape)
         each = -(-numel // ranks)
-        out[name] = {"start": start, "numel": max(0, min(each, numel - rank * each))}
+        out[name] = start, max(0, min(each, numel - rank * each))
         start += each
     return out
 
 
 def _ranks(root: Path, pattern: str) -> list[Path]:
-    """Returns the files of all ranks, in their order. Raises SourceError if one is not there."""
+    """Returns the files of all ranks, in their order."""
     found = {match: path for path in root.glob(pattern) if (match := _RANK.fullmatch(path.name))}
     if any(int(match[2]) for match in found):
         raise SourceError(
             f"{root}: is of a training by DeepSpeed with tensor parallelism; {OTHERWISE}"
         )
-    numbers = {int(match[1]): path for match, path in found.items()}
-    if not numbers:
+    if not found:
         raise SourceError(
             f"{root}: has no {pattern}, of which ZeRO saves one for each rank; {CURE}. Of a"
             f" training without ZeRO, torch.load(FILE)['module'] of its {MODEL} are the weights:"
             " save them as pytorch_model.bin beside config.json"
         )
-    ranks = list(itertools.takewhile(numbers.__contains__, range(len(numbers))))
-    _refuse_lost([*found.values()], len(ranks), len(found))
-    return [numbers[rank] for rank in ranks]
+    return [found[match] for match in sorted(found, key=lambda match: int(match[1]))]
 
 
-def _refuse_lost(paths: list[Path], count: int, stated: Any) -> None:
-    """Raises SourceError if there are not as many files of ranks, one after the other, as stated.
+def _refuse_lost(paths: list[Path], stated: Any, by: Path) -> None:
+    """Raises SourceError if files, in the order of their ranks, are not those of all ranks.
 
-    paths: of some ranks.
+    stated: the number of ranks, as the file `by` states it.
     """
-    if stated != count:
-        name = re.sub(r"rank_\d+", f"rank_{count}", paths[0].name, count=1)
+    there = [int(match[1]) for path in paths if (match := _RANK.fullmatch(path.name))]
+    if stated != len(there) or there != [*range(len(there))]:
+        lost = next(n for n in itertools.count() if n not in there)
+        name = re.sub(r"rank_\d+", f"rank_{lost}", by.name, count=1)
         raise SourceError(
-            f"{paths[0]}: is of a training with {_short(stated)} ranks, or of another one than"
-            f" other files; {count} ranks have files, and {name} is not there; {CURE}"
+            f"{by}: is of a training with {short(stated)} ranks, or of another one than other"
+            f" files; {len(there)} ranks have files, and {name} is not there; {CURE}"
         )
-
-
-class _Directory(Chunked):
-    """The ranges of all tensors, in the files of torch.save."""
-
-    def __init__(self, root: Path) -> None:
-        reader = _Reader(root)
-        if any(next(root.glob(pattern), None) for pattern in EXPERTS):
-            raise SourceError(
-                f"{root}: has experts in files of their own, as DeepSpeed's MoE layers are saved,"
-                " whose names no model of transformers has; mckpt does not read them"
-            )
-        paths = [root / MODEL]
-        if not paths[0].exists() and any(root.glob(f"zero_pp_rank_*_{MODEL}")):
-            paths = _ranks(root, f"zero_pp_rank_*_{MODEL}")  # by ZeRO 3
-        models = [reader.dict_of(path) for path in paths]
-        model, path = models[0][0], paths[0]
-        if path.name != MODEL:
-            _refuse_lost(paths, len(paths), model.get("dp_world_size"))
-        shapes = [_shapes(group, path) for group in _known(model.get("param_shapes"), list, path)]
-        if (root / "zero").is_dir():
-            reader.universal(shapes)
-        else:
-            reader.zero(shapes)
-        stated = {name for group in shapes for name in group}
-        if lost := sorted(name for name in stated if ("fp32", name) not in reader.shapes):
-            what = f"{root}: has no file of weights whose names are in {path.name}:"
-            raise SourceError.of(what, lost, f"{CURE[0].upper()}{CURE[1:]}")
-        for rank, (own, data) in enumerate(models):
-            reader.untrained(own, data, paths[rank], rank, len(models))
-        steps = model.get("global_steps")
-        self.iteration = steps if type(steps) is int else None
-        self.settings, self.steps, self.every = reader.settings, reader.steps, reader.files
-        metadata, wrappers = reader.metadata()
-        super().__init__(root, metadata)
-        read = (f"the names of the tensors are read without {part}" for part in wrappers)
-        self.notes = (NOTE, *read)
-
-    def check_sizes(self) -> None:
-        """Does nothing, because the directory of each file is read, and lies at its end."""
-
-    def place(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
-    ) -> tuple[int, int]:
-        file, at, _ = self.metadata.items[key, offsets]
-        return self.number[file], at
-
-    def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
-        whole = self.metadata.tensors[key][1]
-        return range_boxes(whole, offsets[0], offsets[0] + sizes[0])
-
-    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
-        """Returns the records and tensors of all files."""
-        yield from torch_spans.spans([Item(str(self.root / file)) for file in self.every], problems)
 
 
 class DeepSpeed(TorchAdam):

@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mckpt.containers.safe_pickle import short
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import FAMILY, Format, Names, Problems
@@ -32,10 +31,8 @@ from mckpt.formats.megatron.optimizer import (
     state_pieces,
 )
 from mckpt.formats.megatron.save_directory import verl_step
-from mckpt.formats.megatron.torch_adam import COPY, NOTE, common_state, step_of
+from mckpt.formats.megatron.torch_adam import COPY, NOTE, STEP, adam_of, common_state
 from mckpt.geometry.box import ZEROS, Layout, Stored
-
-STEP = "step"
 
 
 def detect(path: Path) -> bool:
@@ -110,14 +107,7 @@ class FsdpTraining(Sharded):
         the places of their storages. Collects the settings and the steps of the first rank.
         """
         value, data = state_dict_in(path)
-        groups, states = value.get("param_groups"), value.get("state")
-        if (
-            not isinstance(groups, list)
-            or not isinstance(states, dict)
-            or not all(isinstance(one, dict) for one in (*groups, *states.values()))
-        ):
-            what = f"state {short(states)} and param_groups {short(groups)}"
-            raise SourceError(f"{path}: is not the state dict of an optimizer, but has {what}")
+        groups, states, steps = adam_of(value, data, path)
         listed = [number for group in groups for number in group.get("params", [])]
         if len(groups) != 1 or listed != [*range(len(self.parameters))]:
             raise UsageError(
@@ -127,9 +117,7 @@ class FsdpTraining(Sharded):
                 " the weights alone"
             )
         if path == self.ranks[0]:
-            self.settings = groups
-            for own in states.values():
-                self.steps.add(step_of(own.get(STEP), data, path))
+            self.settings, self.steps = groups, set(steps)
         flat = {f"{n}.{k}": v for n, own in states.items() for k, v in own.items() if k != STEP}
         return flat, data
 

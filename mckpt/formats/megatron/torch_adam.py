@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from mckpt.formats.megatron.torch_dist_writing import METADATA
 
 # what Megatron's groups of Adam take over from those of torch
 TAKEN = ("lr", "betas", "eps")
+STEP = "step"
 COPY = "copy the checkpoint again, or give --no-optimizer to convert the weights alone"
 NOTE = (
     "of the training, the weights and the state of Adam are read, and neither the schedule"
@@ -79,6 +81,30 @@ def common_state(root: Path, found: list[dict[str, Any]], steps: set[float]) -> 
         "optimizer": {"optimizer": {"param_groups": _groups(settings, step)}},
         "opt_param_scheduler": _schedule(settings, step),
     }
+
+
+def adam_of(
+    value: Any, data: Ranges, where: str, cure: str = "copy the checkpoint again"
+) -> tuple[list[dict[str, Any]], dict[Any, Any], Iterator[float]]:
+    """Returns the groups of settings and the states in the state dict of an optimizer, and the
+    numbers of steps that both count, which are read one by one. Raises SourceError with `cure` for
+    another value.
+
+    data: the places of the storages.
+    """
+    found = value if isinstance(value, dict) else {}
+    groups, states = found.get("param_groups"), found.get("state", {})
+    if (
+        not isinstance(groups, list)
+        or not isinstance(states, dict)
+        or not all(isinstance(one, dict) for one in (*groups, *states.values()))
+    ):
+        raise SourceError(
+            f"{where}: is not the state dict of an optimizer, but has state {short(states)} and"
+            f" param_groups {short(groups)}; {cure}"
+        )
+    counted = [one[STEP] for one in (*groups, *states.values()) if STEP in one]
+    return groups, states, (step_of(step, data, where) for step in counted)
 
 
 def step_of(value: Any, data: Ranges, where: str) -> float:
