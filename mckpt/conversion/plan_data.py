@@ -31,7 +31,7 @@ from mckpt.errors import counted, printable, shown
 from mckpt.formats import carried
 from mckpt.formats.base import Names, dtypes_of
 from mckpt.formats.megatron.optimizer import holds_state, is_state
-from mckpt.geometry.box import ZEROS, Layout, gaps
+from mckpt.geometry.box import ZEROS, Layout, num_free
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.mapping import MappingFile
 from mckpt.options import TargetOptions
@@ -379,7 +379,7 @@ class PlanData:
     def json(self) -> dict[str, Any]:
         copies, format = self.joined.copies, self.destination.format
         padding = sum(
-            int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype)
+            num_free(s.pieces, s.numel)[0] * len(s) * dtypes.itemsize(s.dtype)
             for s in self.layout.stored
             if s.padding
         )

@@ -27,6 +27,8 @@ SECTOR = 4 << 10
 # bytes; spans whose distance is a multiple of this share few cache sets: a transpose across them
 # ran at 0.2 GB/s instead of 2
 CONFLICT = 256
+# one call of numpy gathers the copies of at least MANY columns or rows, of SHORT items on average
+MANY, SHORT = 8, 64
 SAME = -1  # the cast of a copy whose dtype stays
 
 
@@ -96,7 +98,7 @@ class Band(NamedTuple):
     def bytes(self, rows: int) -> int:
         """Returns the bytes that the spans take in a buffer."""
         num, width, pitch, _ = self.spans(rows)
-        return (num - 1) * pitch + width
+        return num * pitch if num > 1 else width  # with the gap behind the last, see `gathers`
 
 
 class Strip(NamedTuple):
@@ -108,6 +110,14 @@ class Strip(NamedTuple):
     width: int  # bytes of a row in the buffer
     num: int  # runs as which a row is written
     step: int  # bytes from one run to the next
+
+
+class Gather(NamedTuple):
+    """target[i, j] = source[i, columns[j]]."""
+
+    source: np.ndarray  # [rows, columns]
+    columns: np.ndarray
+    target: np.ndarray  # [rows, len(columns)]
 
 
 class Cluster:
@@ -124,6 +134,8 @@ class Cluster:
         self._find_bands()
         self._find_strips()
         self.transposed = any(c.transposed for c in copies)
+        self.cast = [c for c in copies if c.cast != SAME or c.grid != UNSCALED]
+        self.ranges = not self.cast and all(c.rows == c.src_item == c.src_step == 1 for c in copies)
 
     def _find_bands(self) -> None:
         """Finds the source spans; those that nearly touch become one."""
@@ -131,7 +143,7 @@ class Cluster:
         for i in sorted(range(len(copies)), key=lambda i: (copies[i].src_file, copies[i].src_at)):
             c = copies[i]
             extent = (c.run - 1) * c.src_step + c.src_item
-            pitch, start = c.src_pitch, (c.src_file, c.src_at)
+            pitch, start = c.src_pitch if c.rows > 1 else 0, (c.src_file, c.src_at)
             if c.transposed:
                 band = Band(*start, c.run, c.src_step, c.src_item, pitch, pitch)
             else:
@@ -197,29 +209,88 @@ class Cluster:
         """Returns the offsets of the bands and of the strips in a buffer for `rows` rows, and the
         bytes of that buffer with its scratch memory.
         """
-        at, bands, strips = 0, [], []
+        at, bands, strips = 0, list[int](), list[int]()
         for band in self.bands:
-            # elements that are aligned in the file are aligned in memory
-            at = _up(at) + band.at % 16
+            if not (self.ranges and bands):
+                # elements that are aligned in the file are aligned in memory
+                at = _up(at) + band.at % 16
             bands.append(at)
             at += band.bytes(rows)
         for strip in self.strips:
             at = _up(at)
             strips.append(at)
             at += strip.width * rows
-        return bands, strips, at + max(c.scratch(rows) for c in self.copies)
+        return bands, strips, at + max((c.scratch(rows) for c in self.cast), default=0)
 
     def rows_within(self, limit: int, most: int) -> int:
         """Returns the most rows, up to `most`, that a buffer of `limit` bytes takes; may be 0."""
         return bisect_right(range(1, most + 1), limit, key=lambda rows: self.places(rows)[2])
 
+    def gathers(self, rows: int, memory: memoryview) -> tuple[list[Gather], list[int]]:
+        """Returns the copies that are many and short, such as columns that are kept, as a few
+        gathers in the buffer, and the numbers of all other copies.
+        """
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, c in enumerate(self.copies):
+            dense = (c.src_step, c.dst_step) == (c.src_item, c.dst_item)
+            plain = c.cast == SAME and c.grid == UNSCALED and dense and not c.transposed
+            band = 0 if self.ranges else self.band_of[i]  # ranges lie side by side: one band
+            groups.setdefault((band, self.strip_of[i]) if plain else (-1, i), []).append(i)
+        bands, strips, _ = self.places(rows)
+        found, others = list[Gather](), list[int]()
+        for (b, s), group in groups.items():
+            made = None
+            if len(group) >= MANY:
+                made = self._gather(group, rows, memory, bands, (bands[b], strips[s]))
+            if made:
+                found.append(made)
+            else:
+                others += group
+        return found, others
+
+    def _gather(
+        self,
+        group: list[int],
+        rows: int,
+        memory: memoryview,
+        bands: list[int],
+        first: tuple[int, int],
+    ) -> Gather | None:
+        """Returns a gather that does the work of some copies; None if they are not short, or do not
+        lie side by side in the target.
+
+        first: the places of their band and of their strip in the buffer.
+        """
+        copies, band_of = [self.copies[i] for i in group], [self.band_of[i] for i in group]
+        strip = self.strips[self.strip_of[group[0]]]
+        from_band = [bands[b] - self.bands[b].at - first[0] for b in band_of]
+        at = np.array([c.src_at for c in copies]) + from_band
+        to = np.array([c.dst_at - strip.at for c in copies])
+        size = np.array([c.run * c.src_item for c in copies])
+        order = np.argsort(to)
+        at, to, size = at[order], to[order], size[order]
+        end = int((at + size).max())
+        pitch = self.bands[band_of[0]].spans(rows)[2] if rows > 1 else end
+        item = int(np.gcd.reduce([*at, *to, *size, *[pitch] * (rows > 1)]))
+        total = int(size.sum()) // item
+        if (to[1:] != to[:-1] + size[:-1]).any() or total > SHORT * len(group):
+            return None
+        each = size // item
+        index = np.arange(total) + np.repeat(at // item - np.cumsum(each) + each, each)
+        source = np.ndarray((rows, pitch // item), f"V{item}", memory, first[0])
+        place, strides = first[1] + int(to[0]), (strip.width, item)
+        return Gather(source, index, np.ndarray((rows, total), f"V{item}", memory, place, strides))
+
     def views(
-        self, rows: int, memory: memoryview, casts: Sequence[Cast]
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the (source, target) arrays of each copy in the buffer, both [rows, run]."""
+        self, rows: int, memory: memoryview, casts: Sequence[Cast], numbers: Sequence[int]
+    ) -> list[tuple[Copy, np.ndarray, np.ndarray]]:
+        """Returns copies of these numbers, each with its source and its target in the buffer, both
+        [rows, run].
+        """
         bands, strips, _ = self.places(rows)
         out = []
-        for c, b, s in zip(self.copies, self.band_of, self.strip_of, strict=True):
+        for i in numbers:
+            c, b, s = self.copies[i], self.band_of[i], self.strip_of[i]
             band, strip = self.bands[b], self.strips[s]
             pitch, shape = band.spans(rows)[2], (rows, c.run)
             src_type, dst_type = (
@@ -229,7 +300,7 @@ class Cluster:
             src = np.ndarray(shape, src_type, memory, bands[b] + c.src_at - band.at, strides)
             strides = strip.width, c.dst_step if strip.num == 1 else c.dst_item
             dst = np.ndarray(shape, dst_type, memory, strips[s] + c.dst_at - strip.at, strides)
-            out.append((src, dst))
+            out.append((c, src, dst))
         return out
 
     def halves(self) -> list[Cluster]:
@@ -239,7 +310,8 @@ class Cluster:
         Each half gets some of the copies. If their elements interleave in a target row, which they
         fill only together, each half gets half of every row.
         """
-        if len(self.copies) > 1 and all(c.dst_step == c.dst_item for c in self.copies):
+        apart = all(c.dst_step == c.dst_item or c.run == 1 for c in self.copies)
+        if len(self.copies) > 1 and apart:
             order = sorted(self.copies, key=lambda c: (c.src_file, c.src_at))
             return [Cluster(order[: len(order) // 2]), Cluster(order[len(order) // 2 :])]
         if max(c.run for c in self.copies) == 1:

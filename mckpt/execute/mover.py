@@ -104,7 +104,7 @@ class Mover:
         ):
             if quantised:
                 slab.quantise(_of_weight(copies), copies[-1], row, end, overall)
-            elif is_ranges(records[:1]).all():
+            elif len(records) == 1 and is_ranges(records).all():
                 slab.copy_range(copies[0], row, end)
             else:
                 slab.stage(Cluster(copies), row, end)
@@ -309,15 +309,18 @@ class _SlabCopy:
             raise UsageError(
                 f"--max-memory leaves {most} bytes a thread, too few for one element; raise it"
             )
-        views = cluster.views(rows, self.memory, self.mover.casts)
+        gathers, single = cluster.gathers(rows, self.memory)
+        views = cluster.views(rows, self.memory, self.mover.casts, single)
         bands, strips, _ = cluster.places(rows)
         for r in range(row, end, rows):
             self.check()
             count = min(rows, end - r)
             for band, place in zip(cluster.bands, bands, strict=True):
                 self._fill(band, place, r, count, rows)
-            for c, (src, dst) in zip(cluster.copies, views, strict=True):
+            for c, src, dst in views:
                 self._place(c, src[:count], dst[:count], r)
+            for g in gathers:  # with the mode "raise", numpy would fill a buffer of its own first
+                np.take(g.source[:count], g.columns, axis=1, out=g.target[:count], mode="clip")
             for strip, place in zip(cluster.strips, strips, strict=True):
                 self._flush(strip, self.memory[place : place + count * strip.width], r, count)
 

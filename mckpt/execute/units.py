@@ -6,7 +6,7 @@ Geometry only: no file, no thread, no memory budget.
 
 A **flat** copy moves long runs of bytes that are neighbours on both sides: a plain byte range. All
 other copies are **staged**. Staged copies that share rows of a source or of a target form one
-**cluster** (`clusters`).
+**cluster** (`clusters`), and so do many short ranges side by side, such as rows that are kept.
 
 Copies into a weight that is **quantised** form one cluster for each weight, whose rows are those of
 the weight; its last records describe the scales (`_quantised`).
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mckpt.execute.clusters import SAME, SECTOR
+from mckpt.execute.clusters import MANY, SAME, SECTOR
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.values.dtypes import itemsize
 from mckpt.values.element import MIX, SUM, Cast
@@ -36,6 +36,8 @@ UNIT_OF_MERGE = 64 << 20  # of the bytes that are written; a merge reads several
 SLAB = 16 << 20  # bytes that a thread takes at a time: 5 ms of work, and 0.1 ms to hand it out
 # bytes; shorter runs of flat copies are staged, so that one system call moves several of them
 SHORT_RUN = 64 << 10
+NEAR = 1 << 20  # bytes between two short ranges that still move together
+FEW = 16  # short rows that become ranges of their own
 # elements; longer 1-D casts and strided copies are cut into rows of this length, so that a buffer
 # can take any number of them
 FOLD = 8192
@@ -149,6 +151,7 @@ def _normal(copies: np.ndarray, casts: Sequence[Cast]) -> np.ndarray:
     w["src_item"], w["dst_item"] = pairs[w["cast"], 0], pairs[w["cast"], 1]
     w["cast"][pairs[w["cast"], 2] == 1] = SAME
     turn = (w["run"] == 1) | ((w["rows"] > 1) & (w["dst_step"] > w["dst_pitch"]))
+    turn ^= _columns(w, turn)
     for one, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
         w[one], w[other] = np.where(turn, w[other], w[one]), np.where(turn, w[one], w[other])
     even = (w["src_pitch"] == w["run"] * w["src_step"]) & (
@@ -164,6 +167,28 @@ def _normal(copies: np.ndarray, casts: Sequence[Cast]) -> np.ndarray:
     for name in ("src_item", "dst_item", "src_step", "dst_step"):
         w[name] = np.where(flat, 1, w[name])
     return _folded(_joined(_in_source_order(_unrolled(w))))
+
+
+def _columns(w: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """Returns a mask of the columns of single elements of which one matrix has several. They move
+    together, also with wider ones, so they get as many rows; a column alone becomes one row.
+
+    turn: the copies whose rows and columns are exchanged.
+    """
+    down, along = (w["run"] == 1) & (w["rows"] > 1), (w["rows"] == 1) & (w["run"] > 1)
+    along &= (w["src_step"] > w["src_item"]) & (w["dst_step"] > w["dst_item"])
+    if not (down | along).any():
+        return down
+    key = np.zeros(len(w), "i8")  # two matrices with one key only get more columns
+    for name, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
+        key = key * 1_000_003 + np.where(along, w[other], w[name])
+    for name in ("src_file", "dst_file"):
+        key = key * 1_000_003 + w[name]
+    found, number, count = np.unique(key[down | along], return_inverse=True, return_counts=True)
+    several = (count >= MANY) | np.isin(found, key[~turn & (w["rows"] > 1) & (w["run"] > 1)])
+    out: np.ndarray = down | along
+    out[out] = several[number]
+    return out
 
 
 def _kept(w: np.ndarray, which: np.ndarray) -> np.ndarray:
@@ -185,11 +210,11 @@ def _in_source_order(w: np.ndarray) -> np.ndarray:
 
 def _unrolled(w: np.ndarray) -> np.ndarray:
     """Makes rows of a slab or more copies of their own, so that no thread gets much more than a
-    slab.
+    slab; and a few short rows, so that they move with their neighbours (`_chains`).
     """
-    times = np.where(
-        (w["run"] * w["src_item"] >= SLAB) & (w["src_step"] <= w["src_pitch"]), w["rows"], 1
-    )
+    long = (w["run"] * w["src_item"] >= SLAB) & (w["src_step"] <= w["src_pitch"])
+    few = _is_flat(w) & (w["rows"] < FEW) & (w["run"] < SHORT_RUN) & (w["dst_pitch"] == w["run"])
+    times = np.where(long | few, w["rows"], 1)
     if (times == 1).all():
         return w
     row = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
@@ -246,6 +271,7 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Clusters are in source order. Staged copies with equally many rows form one cluster if their
     rows interleave in a source or in a target: `[a0 b0 a1 b1]`, or the column shards of one matrix.
+    Short ranges of bytes that are near each other in a source form one as well, of a slab at most.
     """
     first = np.arange(len(w), dtype="i4")
     staged = np.flatnonzero(~is_ranges(w)).astype("i4")
@@ -253,12 +279,31 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         first[staged] = staged[
             _components([_neighbours(w, staged, side) for side in ("src", "dst")], len(staged))
         ]
+    short = np.flatnonzero(is_ranges(w) & (w["rows"] == 1) & (w["run"] < SHORT_RUN)).astype("i4")
+    first[short] = short[_chains(w, short)]
     order = np.argsort(first, kind="stable")
     first = first[order]
     starts = np.flatnonzero(
         np.concatenate([first[:1] == first[:1], first[1:] != first[:-1]])
     ).astype("i4")
     return _ordered(w, order), starts
+
+
+def _chains(w: np.ndarray, short: np.ndarray) -> np.ndarray:
+    """Returns for each of some ranges of bytes, in source order, the number of the first one in its
+    chain.
+    """
+    end = w["src_at"][short] + w["run"][short]
+    gap = w["src_at"][short[1:]] - end[:-1]
+    linked = (gap >= 0) & (gap <= NEAR)
+    for name in ("src_file", "dst_file"):
+        linked &= w[name][short[1:]] == w[name][short[:-1]]
+    number = np.arange(len(short))
+    starts = np.concatenate([number[:1] == 0, ~linked])
+    nbytes = np.cumsum(w["run"][short]) - w["run"][short]
+    nbytes -= nbytes[np.maximum.accumulate(np.where(starts, number, 0))]  # before it in its chain
+    starts[1:] |= np.diff(nbytes // SLAB) != 0
+    return np.maximum.accumulate(np.where(starts, number, 0))
 
 
 def _neighbours(w: np.ndarray, staged: np.ndarray, side: str) -> tuple[np.ndarray, np.ndarray]:

@@ -507,9 +507,11 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     if len(boxes) > 1:
         low = np.array([b.offset or (0,) for b in boxes], "i8")
         high = low + np.array([b.shape or (1,) for b in boxes], "i8")
-        # only boxes whose rows meet are compared: there may be a box for each row of a vocabulary
-        order = np.argsort(low[:, 0], kind="stable")
-        first, last = low[order, 0], high[order, 0]
+        # only boxes that meet on the axis with most places are compared: there may be a box for
+        # each row of a vocabulary, or for each column that is kept
+        axis = max(range(low.shape[1]), key=lambda axis: len(np.unique(low[:, axis])))
+        order = np.argsort(low[:, axis], kind="stable")
+        first, last = low[order, axis], high[order, axis]
         count = np.maximum(np.searchsorted(first, last) - np.arange(len(boxes)) - 1, 0)
         a = np.repeat(np.arange(len(boxes)), count)
         b = a + 1 + np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count)
@@ -527,17 +529,48 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     return None
 
 
+def num_free(pieces: Sequence[Piece], numel: int) -> tuple[int, str | None]:
+    """Returns the number of elements of a flat buffer that no piece covers, and the problem as
+    `gaps` does. Needs little memory for pieces that repeat row by row, such as columns of a matrix.
+    """
+    alike = _alike(pieces)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for (rows, pitch, run, step), at in alike.items():
+        # a column of single elements has as many rows as wider columns
+        way = (run, step, 1, 1) if rows == 1 and step > 1 else (rows, pitch, run, step)
+        found.setdefault(way, []).extend(at)
+    if len({way[:2] for way in found}) == 1:
+        rows, pitch = next(iter(found))[:2]
+        first = min(map(min, found.values()))
+        end = max(max(at) + (run - 1) * step + 1 for (_, _, run, step), at in found.items())
+        if rows > 1 and first >= 0 and end - first <= pitch and end + (rows - 1) * pitch <= numel:
+            row = {(1, 0, *way[2:]): at for way, at in found.items()}
+            holes, wrong = _gaps(row, numel)
+            return (0, wrong) if wrong else (numel - rows * (numel - int(holes[:, 1].sum())), None)
+    holes, wrong = _gaps(alike, numel)
+    return int(holes[:, 1].sum()), wrong
+
+
 def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
     """Returns [(start, length)] of the elements of a flat buffer that no piece covers, and the
     problem if two pieces overlap or one reaches outside.
     """
-    starts, lengths = [], []
-    alike: dict[tuple[int, ...], list[int]] = {}  # (rows, pitch, run, step) -> the first elements
+    return _gaps(_alike(pieces), numel)
+
+
+def _alike(pieces: Sequence[Piece]) -> dict[tuple[int, ...], list[int]]:
+    """Returns the first elements of the rows of pieces by their (rows, pitch, run, step)."""
+    alike: dict[tuple[int, ...], list[int]] = {}
     for row in (m for p in pieces for m in moves(p, p)):
         both = (row.run, row.src_step), (row.rows, row.src_pitch)
         # the inner one has the smaller stride: the elements of a transpose's column are neighbours
         (run, step), (rows, pitch) = sorted(both, key=lambda way: (way[0] == 1, way[1]))
         alike.setdefault((rows, pitch, run, step), []).append(row.src_start)
+    return alike
+
+
+def _gaps(alike: dict[tuple[int, ...], list[int]], numel: int) -> tuple[np.ndarray, str | None]:
+    starts, lengths = [], []
     for (rows, pitch, run, step), firsts in alike.items():
         first = np.sort(np.array(firsts, "i8"))
         # strided elements are intervals of 1 each, and those that take turns are one interval

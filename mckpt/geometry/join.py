@@ -16,8 +16,8 @@ from mckpt.geometry.box import (
     by_axes,
     by_rows,
     coalesce,
-    gaps,
     moves,
+    num_free,
     tiles,
 )
 from mckpt.values import adding
@@ -228,8 +228,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
     problems = []
     holders: dict[str, list[tuple[Stored, list[Piece]]]] = {}
     for s in layout.stored:
-        holes, wrong = gaps(s.pieces, s.numel)
-        free = int(holes[:, 1].sum())
+        free, wrong = num_free(s.pieces, s.numel)
         if wrong:
             problems.append(f"{s.key} {list(s.shape)}: {wrong}")
         elif free and not (s.padding or s.view):

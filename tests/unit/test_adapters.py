@@ -24,6 +24,7 @@ from mckpt.adapters.peft import PeftAdapter
 from mckpt.cli.convert import LEAST_BYTES, _processes
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, packed
+from mckpt.geometry.join import COPY
 from mckpt.geometry.parallel import Parallel
 from mckpt.options import SourceOptions
 from tests.helpers import lora
@@ -492,12 +493,17 @@ def test_a_pickled_adapter_is_the_same(tmp_path: Path) -> None:
     assert all(np.array_equal(again[name].numpy(), source[name].numpy()) for name in source)
 
 
-def test_only_a_large_merge_starts_processes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_merges_and_transposes_start_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     adapted, plain = SimpleNamespace(term="product"), SimpleNamespace(term="")
+    copies = np.zeros(2, COPY)
+    copies["rows"] = copies["run"] = 10
+    copies["src_pitch"] = copies["dst_pitch"] = 20
+    copies["src_step"] = copies["dst_step"] = 2
 
     def processes(nbytes: int, *casts: SimpleNamespace, threads: int = 0) -> int:
-        plan: Any = SimpleNamespace(nbytes=nbytes, joined=SimpleNamespace(casts=casts))
+        joined = SimpleNamespace(casts=casts, copies=copies)
+        plan: Any = SimpleNamespace(nbytes=nbytes, joined=joined)
         return _processes(plan, threads)
 
     assert processes(1 << 20, plain, adapted) == 1
@@ -505,3 +511,5 @@ def test_only_a_large_merge_starts_processes_by_itself(monkeypatch: pytest.Monke
     assert processes(90 * LEAST_BYTES, plain, adapted) == 4
     assert processes(90 * LEAST_BYTES, plain) == 1
     assert processes(90 * LEAST_BYTES, adapted, threads=2) == 1
+    copies["src_pitch"][0], copies["src_step"][0] = 2, 20
+    assert processes(90 * LEAST_BYTES, plain) == 4  # half of it is transposed

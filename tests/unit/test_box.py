@@ -19,6 +19,7 @@ from mckpt.geometry.box import (
     coalesce,
     gaps,
     moves,
+    num_free,
     overlap,
     restride,
     row_major,
@@ -113,6 +114,39 @@ def test_gaps_counts_pieces_that_take_turns_by_their_rows() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < size * size, peak  # bytes
+
+
+def columns(kept: list[int], size: tuple[int, int]) -> list[Piece]:
+    """Returns a piece for each kept column of a matrix, side by side in a tensor."""
+    shape = (size[0], 1)
+    return [Piece("a", Box((0, i), shape), n, (size[1], 1)) for i, n in enumerate(kept)]
+
+
+def test_free_elements_beside_chosen_columns_are_counted_row_by_row() -> None:
+    size = (100_000, 300)
+    tracemalloc.start()
+    assert num_free(columns([*range(0, 300, 2), 7], size), 30_000_000) == (149 * 100_000, None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20, peak  # bytes
+
+
+@given(st.data())
+def test_free_elements_are_those_of_the_gaps(data: st.DataObject) -> None:
+    """Columns and rows of a matrix, some of them twice or outside, and a piece of another form."""
+    size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    edges = st.sampled_from([-1, 0, 1, size[1] - 1, size[1]])
+    pieces = columns(data.draw(st.lists(st.integers(0, size[1]) | edges, max_size=6)), size)
+    wide = data.draw(st.integers(1, 3))
+    pieces += [
+        Piece("b", Box((0, 0), (size[0], wide)), n, (size[1], 1))
+        for n in data.draw(st.lists(st.integers(0, size[1]), max_size=2))
+    ]
+    if data.draw(st.booleans()):
+        pieces.append(Piece("c", Box((0,), (2,)), data.draw(st.integers(0, 9)), (3,)))
+    numel = math.prod(size) + data.draw(st.integers(0, 5))
+    holes, wrong = gaps(pieces, numel)
+    assert num_free(pieces, numel) == (int(holes[:, 1].sum()), wrong)
 
 
 def test_empty_boxes_hide_no_overlap() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mckpt import errors
 from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, piecewise, ray_tasks, units
+from mckpt.execute.clusters import Cluster, Copy
 from mckpt.execute.engine import execute, most_threads
 from mckpt.execute.transfer import CopySettings, Transfer
 from mckpt.geometry.join import COPY, Joined
@@ -217,6 +218,61 @@ def test_transposed_matrices_get_as_many_threads_as_have_memory_for_a_slab():
         moved = transfer(copies(*plan), SAME)
         work = units.Work.of(moved.joined)
         assert most_threads(work, moved, 16, memory) == threads, (plan, memory)
+
+
+@pytest.mark.parametrize("budget", [32 << 10, *BUDGETS])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "at", "width", "count"),
+    [("bfloat16", 6, 1, 100), ("uint8", 3, 4, 100), ("float32", 8, 1, 12)],
+)
+def test_chosen_rows_and_columns_are_copied(tmp_path, dtype, at, width, count, axis, budget):
+    """Of two matrices (302, 1002) with `width` neighbours for each number: those of numbers in
+    order, in any order, and of each matrix in turns. The second has 20,000 bytes behind each row.
+    """
+    size, item = (302, 1002), itemsize(dtype)
+    pitches = [size[1] * item, size[1] * item + 20_000]
+    sources = [random_bytes(at + size[0] * pitch) for pitch in pitches]
+    matrices = [
+        d[at:].reshape(size[0], pitch)[:, : size[1] * item].reshape(*size, item)
+        for d, pitch in zip(sources, pitches, strict=True)
+    ]
+    chosen = np.sort(RNG.permutation(size[axis] // width)[: count // width])
+    turns = np.arange(len(chosen)) % 2
+    rows, expected = [], []
+    for target, (order, of) in enumerate(
+        [(chosen, 0 * turns), (RNG.permutation(chosen), 1 + 0 * turns), (chosen, turns)]
+    ):
+        shape = [len(order) * width if a == axis else n for a, n in enumerate(size)]
+        out = np.zeros((*shape, item), "u1")
+        for new, (old, source) in enumerate(zip(order.tolist(), of.tolist(), strict=True)):
+            here = slice(new * width, (new + 1) * width), slice(old * width, (old + 1) * width)
+            if axis == 0:
+                out[here[0]] = matrices[source][here[1]]
+            else:
+                out[:, here[0]] = matrices[source][:, here[1]]
+            steps = (pitches[source], item), (shape[1] * item, item)
+            src, dst = (
+                at + n * width * way[axis] for n, way in zip((old, new), steps, strict=True)
+            )
+            part = [width if a == axis else n for a, n in enumerate(size)]
+            rows.append(copy(*part, (source, src, *steps[0]), (target, dst, *steps[1])))
+        expected.append(out)
+    options = {"max_memory": budget, "threads": 1}
+    sizes = [at + out.nbytes for out in expected]
+    found, _ = run(tmp_path, copies(*rows), [(dtype, dtype)], sources, sizes, **options)
+    for got, out in zip(found, expected, strict=True):
+        assert got[at:] == out.tobytes()
+
+
+def test_gathered_columns_fit_into_the_stated_memory():
+    """Twelve columns far apart, of rows of 2,000 bytes: the gap behind the last row counts too."""
+    plan = copies(*(copy(50, 1, (0, n * 14, 2000, 2), (0, n * 2, 24, 2)) for n in range(12)))
+    work = units.Work.of(transfer(plan, SAME).joined)
+    cluster = Cluster([Copy(*c) for c in work.cluster(0).tolist()])
+    for rows in range(1, 51):
+        gathers, single = cluster.gathers(rows, memoryview(bytearray(cluster.places(rows)[2])))
+        assert (len(gathers), single) == (1, []), rows
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
