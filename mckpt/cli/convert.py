@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mckpt.options import TargetOptions
 
 # processes of `_processes`, and the bytes of the target from which each is worth its start
-MOST_PROCESSES, LEAST_BYTES = 8, 256 << 20
+MOST_PROCESSES, LEAST_BYTES = 8, 128 << 20
 
 
 @command()
@@ -389,14 +389,14 @@ def _processes(planned: Plan, threads: int) -> int:
     """Returns the number of processes for a plan, if no option or launcher gives it.
 
     Adding the products of an adapter is many short calls of numpy. The threads of one process wait
-    for each other between them, and two processes need two thirds of the time of two threads. To
-    transpose matrices is many short reads and writes, of which the same is true.
+    for each other between them, and two processes need two thirds of the time of two threads. The
+    same is true where copies are short, or transpose matrices.
     """
-    from mckpt.execute.units import mostly_transposed
+    from mckpt.execute.units import in_short_pieces
 
     joined = planned.joined
-    many = any(cast.term for cast in joined.casts) or mostly_transposed(joined.copies)
-    if threads or not many:
+    short = any(c.term for c in joined.casts) or in_short_pieces(joined.copies, planned.nbytes)
+    if threads or not short:
         return 1
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, MOST_PROCESSES, planned.nbytes // LEAST_BYTES))

@@ -155,8 +155,9 @@ class Cluster:
                 near = c.src_at <= last.at + last.width + GAP and (
                     grown <= band.pitch or c.rows == 1
                 )
-                if near and last._replace(at=0, width=0) == band._replace(at=0, width=0):
-                    self.bands[-1] = last._replace(width=width)
+                # of 10**4 columns each is asked here, so without new tuples where it can
+                if near and (last[0], *last[2:4], *last[5:]) == (band[0], *band[2:4], *band[5:]):
+                    self.bands[-1] = Band(*last[:4], width, *last[5:])
                     self.band_of[i] = len(self.bands) - 1
                     continue
             self.band_of[i] = len(self.bands)

@@ -115,6 +115,13 @@ def _is_flat(w: np.ndarray) -> np.ndarray:
     return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
 
 
+def in_short_pieces(copies: np.ndarray, nbytes: int) -> bool:
+    """Returns whether copies of so many bytes are moved in short reads, calls of numpy and writes,
+    for which the threads of a process wait for Python's lock.
+    """
+    return mostly_transposed(copies) or nbytes < len(copies) * SHORT_RUN
+
+
 def mostly_transposed(copies: np.ndarray) -> bool:
     """Returns whether copies that exchange rows and columns have a quarter of the elements."""
     elements = copies["rows"] * copies["run"]
