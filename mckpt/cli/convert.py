@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mckpt.options import TargetOptions
 
 # processes of `_processes`, and the bytes of the target from which each is worth its start
-MOST_PROCESSES, LEAST_BYTES = 8, 128 << 20
+MOST_PROCESSES, LEAST_BYTES = 8, 256 << 20
 
 
 @command()
