@@ -166,6 +166,25 @@ def test_what_orbax_writes_is_read(
 
 
 @judged
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_form_of_nnx_is_read(scan: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """MaxText's linen_nnx_converter.py: `params` once, and each array in a dict `value`."""
+    source = tiny_model("qwen3-moe")
+    linen = expected(source, scan)
+    arrays = {f"{key.removeprefix('params.')}.value": array for key, array in linen.items()}
+    step = maxtext.save(arrays, tmp_path / "run", "ocdbt", "zarr3")
+    good("megatron-to-hf", step, tmp_path / "hf", "--like", source)
+    good("diff", source, tmp_path / "hf")
+    good("reshard", step, tmp_path / "linen", "--like", source, "--target-format", "orbax")
+    if scan:
+        same(by_tensorstore(tmp_path / "linen" / "release" / "items"), linen)
+    without = {key.removeprefix("params."): array for key, array in arrays.items()}
+    step = maxtext.save(without, tmp_path / "without", "zarr3")
+    said = "has no arrays below `params`", "it has decoder.decoder_norm.scale.value"
+    refused(3, *said, args=("inspect", step))
+
+
+@judged
 def test_gemma_2_has_rows_that_the_model_does_not_have(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:

@@ -24,7 +24,8 @@ from mckpt.values.dtypes import TABLE, cast, itemsize
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"
-WEIGHTS = "params"  # begins the names of the weights; in MaxText twice
+WEIGHTS = "params"  # begins the names of the weights: once in MaxText's form for NNX, else twice
+NNX = ".value"  # and ends them in that form
 # bytes of decoded chunks that are kept: the next read may be of the same chunk
 CACHE, CHUNKS = 64 << 20, 3
 
@@ -63,8 +64,16 @@ class Arrays:
                 " copy it again"
             ) from e
         weights = [name for name in names if name.startswith(f"{WEIGHTS}.")]
+        if not weights:
+            raise SourceError(
+                f"{root}: has no arrays below `{WEIGHTS}`, where MaxText has the weights; it has"
+                f" {', '.join(list(names)[:3]) or 'none'}; give the items of a training of MaxText"
+            )
         self.others = [name for name in names if name not in weights]
-        self.files = {name.replace(f"{WEIGHTS}.", "", 2): name for name in weights}
+        ending = NNX if all(name.endswith(NNX) for name in weights) else ""
+        self.files = {
+            name.removesuffix(ending).replace(f"{WEIGHTS}.", "", 2): name for name in weights
+        }
         if len(self.files) < len(weights):
             raise SourceError(f"{root / METADATA}: has two arrays of one name; copy it again")
         self.arrays = self._open(driver, ocdbt, CACHE)
