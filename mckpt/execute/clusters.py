@@ -155,7 +155,7 @@ class Cluster:
                 near = c.src_at <= last.at + last.width + GAP and (
                     grown <= band.pitch or c.rows == 1
                 )
-                # of 10**4 columns each is asked here, so without new tuples where it can
+                # thousands of columns come here, so this makes as few tuples as it can
                 if near and (last[0], *last[2:4], *last[5:]) == (band[0], *band[2:4], *band[5:]):
                     self.bands[-1] = Band(*last[:4], width, *last[5:])
                     self.band_of[i] = len(self.bands) - 1

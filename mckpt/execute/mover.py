@@ -319,8 +319,13 @@ class _SlabCopy:
                 self._fill(band, place, r, count, rows)
             for c, src, dst in views:
                 self._place(c, src[:count], dst[:count], r)
-            for g in gathers:  # with the mode "raise", numpy would fill a buffer of its own first
-                np.take(g.source[:count], g.columns, axis=1, out=g.target[:count], mode="clip")
+            for g in gathers:
+                # numpy would fill a buffer of its own in the mode "raise", or with gaps in `out`
+                if g.target.flags.c_contiguous:
+                    np.take(g.source[:count], g.columns, axis=1, out=g.target[:count], mode="clip")
+                    continue
+                for source, target in zip(g.source[:count], g.target[:count], strict=True):
+                    np.take(source, g.columns, out=target, mode="clip")
             for strip, place in zip(cluster.strips, strips, strict=True):
                 self._flush(strip, self.memory[place : place + count * strip.width], r, count)
 

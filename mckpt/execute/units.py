@@ -37,6 +37,7 @@ SLAB = 16 << 20  # bytes that a thread takes at a time: 5 ms of work, and 0.1 ms
 # bytes; shorter runs of flat copies are staged, so that one system call moves several of them
 SHORT_RUN = 64 << 10
 NEAR = 1 << 20  # bytes between two short ranges that still move together
+MOST_RANGES = 8192  # that move together: Python needs about 1 KiB for each
 FEW = 16  # short rows that become ranges of their own
 # elements; longer 1-D casts and strided copies are cut into rows of this length, so that a buffer
 # can take any number of them
@@ -177,8 +178,8 @@ def _normal(copies: np.ndarray, casts: Sequence[Cast]) -> np.ndarray:
 
 
 def _columns(w: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """Returns a mask of the columns of single elements of which one matrix has several. They move
-    together, also with wider ones, so they get as many rows; a column alone becomes one row.
+    """Returns a mask of the columns of single elements, where one matrix has several of them. They
+    move together, also with wider ones, so they get as many rows; a column alone becomes one row.
 
     turn: the copies whose rows and columns are exchanged.
     """
@@ -308,8 +309,9 @@ def _chains(w: np.ndarray, short: np.ndarray) -> np.ndarray:
     number = np.arange(len(short))
     starts = np.concatenate([number[:1] == 0, ~linked])
     nbytes = np.cumsum(w["run"][short]) - w["run"][short]
-    nbytes -= nbytes[np.maximum.accumulate(np.where(starts, number, 0))]  # before it in its chain
-    starts[1:] |= np.diff(nbytes // SLAB) != 0
+    first = np.maximum.accumulate(np.where(starts, number, 0))
+    for before, most in ((nbytes - nbytes[first], SLAB), (number - first, MOST_RANGES)):
+        starts[1:] |= np.diff(before // most) != 0
     return np.maximum.accumulate(np.where(starts, number, 0))
 
 

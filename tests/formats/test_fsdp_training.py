@@ -147,6 +147,11 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], tuple[str, ...]]] = {
         changed(lambda v: v["state"][3].update(step="x")),
         ("a step is not a number",),
     ),
+    "no step": (
+        3,
+        lambda f: [changed(lambda v: v["state"][3].pop("step"), r)(f) for r in range(4)],
+        ("1 of 38 states have no step",),
+    ),
     "hostile": (8, lambda f: save_hostile(f / OPTIM(1), f / "mark"), (OPTIM(1),)),
 }
 

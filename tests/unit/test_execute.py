@@ -228,7 +228,8 @@ def test_transposed_matrices_get_as_many_threads_as_have_memory_for_a_slab():
 )
 def test_chosen_rows_and_columns_are_copied(tmp_path, dtype, at, width, count, axis, budget):
     """Of two matrices (302, 1002) with `width` neighbours for each number: those of numbers in
-    order, in any order, and of each matrix in turns. The second has 20,000 bytes behind each row.
+    order, in any order, and of both matrices in turns or one behind the other. The second has
+    20,000 bytes behind each row.
     """
     size, item = (302, 1002), itemsize(dtype)
     pitches = [size[1] * item, size[1] * item + 20_000]
@@ -241,7 +242,12 @@ def test_chosen_rows_and_columns_are_copied(tmp_path, dtype, at, width, count, a
     turns = np.arange(len(chosen)) % 2
     rows, expected = [], []
     for target, (order, of) in enumerate(
-        [(chosen, 0 * turns), (RNG.permutation(chosen), 1 + 0 * turns), (chosen, turns)]
+        [
+            (chosen, 0 * turns),
+            (RNG.permutation(chosen), 1 + 0 * turns),
+            (chosen, turns),
+            (chosen, np.sort(turns)),
+        ]
     ):
         shape = [len(order) * width if a == axis else n for a, n in enumerate(size)]
         out = np.zeros((*shape, item), "u1")
@@ -263,6 +269,13 @@ def test_chosen_rows_and_columns_are_copied(tmp_path, dtype, at, width, count, a
     found, _ = run(tmp_path, copies(*rows), [(dtype, dtype)], sources, sizes, **options)
     for got, out in zip(found, expected, strict=True):
         assert got[at:] == out.tobytes()
+
+
+def test_very_many_ranges_are_several_clusters():
+    """20,000 ranges of 4 bytes, of which each needs about 1 KiB while they move."""
+    plan = copies(*(copy(1, 2, (0, n * 6, 4, 2), (0, n * 4, 4, 2)) for n in range(20_000)))
+    work = units.Work.of(transfer(plan, SAME).joined)
+    assert np.diff(work.bounds).tolist() == [8192, 8192, 3616]
 
 
 def test_gathered_columns_fit_into_the_stated_memory():

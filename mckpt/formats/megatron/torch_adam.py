@@ -87,8 +87,8 @@ def adam_of(
     value: Any, data: Ranges, where: str, cure: str = "copy the checkpoint again"
 ) -> tuple[list[dict[str, Any]], dict[Any, Any], Iterator[float]]:
     """Returns the groups of settings and the states in the state dict of an optimizer, and the
-    numbers of steps that both count, which are read one by one. Raises SourceError with `cure` for
-    another value.
+    steps that these have, of which each is read when it is asked for. Raises SourceError with
+    `cure` for another value, and if only some of the states have a step.
 
     data: the places of the storages.
     """
@@ -103,7 +103,10 @@ def adam_of(
             f"{where}: is not the state dict of an optimizer, but has state {short(states)} and"
             f" param_groups {short(groups)}; {cure}"
         )
-    counted = [one[STEP] for one in (*groups, *states.values()) if STEP in one]
+    known = [one for one in states.values() if one]
+    if 0 < (lost := sum(STEP not in one for one in known)) < len(known):
+        raise SourceError(f"{where}: {lost:,} of {len(known):,} states have no step; {cure}")
+    counted = [one[STEP] for one in (*groups, *known) if STEP in one]
     return groups, states, (step_of(step, data, where) for step in counted)
 
 

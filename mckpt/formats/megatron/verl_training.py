@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -64,8 +65,12 @@ def _optimizer_of(path: Path) -> Path | None:
 
 
 def detect(path: Path) -> bool:
-    """Returns whether these are the weights of a training in the names of Hugging Face."""
-    return path.name == VERL_HF and hf.detect(path) and _optimizer_of(path) is not None
+    """Returns whether these are the weights of a training in the names of Hugging Face, beside an
+    optimizer. Beside one that has lost its index they are a Hugging Face directory like others.
+    """
+    with suppress(SourceError):
+        return path.name == VERL_HF and hf.detect(path) and _optimizer_of(path) is not None
+    return False
 
 
 class OptimizerDirectory(TorchDist):
