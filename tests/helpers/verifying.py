@@ -8,7 +8,7 @@ import importlib
 import inspect
 import json
 import os
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def use_session(patch: pytest.MonkeyPatch, sequence_parallel: bool = False) -> N
     start = launching.launch
     signature = inspect.signature(start)
 
+    @wraps(start)  # whose signature a session inside of this one asks for
     def launch(*args: Any, **more: Any) -> None:
         own = signature.bind(*args, **more)
         own.apply_defaults()
