@@ -442,7 +442,7 @@ def run_memory(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
     like, options = case["like"], {"bucket_bytes": "96KiB", **case.get("options", {})}
     found: dict[str, Any] = {}
     KNOWN.update(weight.untyped_storage().data_ptr() for _, weight in load.weights(chunks))
-    gc.freeze()  # `held_bytes` need not look at what is there before
+    gc.freeze()  # then `held_bytes` looks only at objects that are made later
 
     def add(name: str, faults: dict[str, Any]) -> None:
         found.update({f"{name}: {fault}": one for fault, one in faults.items()})

@@ -227,9 +227,10 @@ def test_transposed_matrices_get_as_many_threads_as_have_memory_for_a_slab():
     [("bfloat16", 6, 1, 100), ("uint8", 3, 4, 100), ("float32", 8, 1, 12)],
 )
 def test_chosen_rows_and_columns_are_copied(tmp_path, dtype, at, width, count, axis, budget):
-    """Of two matrices (302, 1002) with `width` neighbours for each number: those of numbers in
-    order, in any order, and of both matrices in turns or one behind the other. The second has
-    20,000 bytes behind each row.
+    """Copies some rows or columns of two matrices (302, 1002), `width` neighbours at a time. One
+    target has those of the first matrix in order, one those of the second in any order. The last
+    two have some of both: in turns, or one matrix behind the other. Behind each row of the second
+    matrix lie 20,000 bytes.
     """
     size, item = (302, 1002), itemsize(dtype)
     pitches = [size[1] * item, size[1] * item + 20_000]

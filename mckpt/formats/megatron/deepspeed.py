@@ -60,7 +60,8 @@ OTHERWISE = (
     " --output_folder DST` or `python zero_to_fp32.py . OUT --safe_serialization`"
 )
 
-Name = tuple[str, str]  # a state, or "" of what is not trained, and the weight that has it
+# the name of a state and of its weight; the state of a weight that is not trained is ""
+Name = tuple[str, str]
 Shapes = dict[str, tuple[int, ...]]  # of weights
 Range = tuple[Any, Any]  # the first element in a flat tensor, and the number of elements
 
