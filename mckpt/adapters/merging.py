@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,11 +48,8 @@ class Merging(Addition):
     def path(self) -> Path:
         return self.adapter.path
 
-    @property
-    def made_of(self) -> Mapping[str, Sequence[str]]:
-        """Returns the files of which a temporary file of the adapter was made, by its path."""
-        made_of = self.adapter.made_of
-        return dict.fromkeys(self.adapter.files, made_of) if made_of else {}
+    def made_of(self, file: str) -> Sequence[str]:
+        return (file in self.adapter.files and self.adapter.made_of) or (file,)
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with the products that are added to its pieces."""

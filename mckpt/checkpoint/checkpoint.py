@@ -48,10 +48,11 @@ class Addition(ABC):
     def path(self) -> Path:
         """Returns the directory of the adapter, or of the checkpoint."""
 
-    @property
-    def made_of(self) -> Mapping[str, Sequence[str]]:
-        """Returns the files of which a temporary file was made, by its path."""
-        return {}
+    def made_of(self, file: str) -> Sequence[str]:
+        """Returns the files of which a file of the layout was made, itself if it is no temporary
+        one.
+        """
+        return (file,)
 
     def dims(self, dims: Dims) -> Dims:
         """Returns the dims of the changed model."""

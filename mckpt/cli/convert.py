@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mckpt.options import TargetOptions
 
 # processes of `_processes`, and the bytes of the target from which each is worth its start
-MOST_PROCESSES, LEAST_BYTES = 8, 256 << 20
+MOST_PROCESSES, LEAST_BYTES = 8, 128 << 20
 
 
 @command()
@@ -395,7 +395,7 @@ def _processes(planned: Plan, threads: int) -> int:
     from mckpt.execute.units import in_short_pieces
 
     joined = planned.joined
-    short = any(c.term for c in joined.casts) or in_short_pieces(joined.copies, planned.nbytes)
+    short = any(c.term for c in joined.casts) or in_short_pieces(joined.copies)
     if threads or not short:
         return 1
     cores = len(os.sched_getaffinity(0))

@@ -326,8 +326,8 @@ class PlanData:
         them.
         """
         merging = self.source.merging
-        made_of = {} if merging is None else merging.made_of
-        stored = (made_of.get(file, (file,)) for file in self.source.layout.own_files)
+        own = self.source.layout.own_files
+        stored = ((file,) if merging is None else merging.made_of(file) for file in own)
         files = [*itertools.chain.from_iterable(stored), *map(str, self.copied)]
         if refresh:
             for copy in {id(one): one for one in map(sparse_copy.of, files) if one}.values():

@@ -19,7 +19,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,10 +119,8 @@ class Editing(Addition):
     def path(self) -> Path:
         return self.source.path
 
-    @property
-    def made_of(self) -> Mapping[str, Sequence[str]]:
-        """Returns the files of new values, which are made of those of the source."""
-        return {file: () for file in self._layout.files if is_made(file)}
+    def made_of(self, file: str) -> Sequence[str]:
+        return () if is_made(file) else (file,)
 
     def dims(self, dims: Dims) -> Dims:
         return reduce(lambda found, edit: edit.dims(found), self.edits, dims)
@@ -144,10 +142,6 @@ class Editing(Addition):
 
     def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
         return reduce(lambda found, edit: edit.beside(found), self.edits, files)
-
-    @cached_property
-    def _layout(self) -> Layout:
-        return self.layout(self.source.layout)
 
     def layout(self, base: Layout) -> Layout:
         proved(base)  # each element of the source is there once, before the edits
@@ -183,6 +177,4 @@ def edited(source: Checkpoint, edits: Sequence[Edit]) -> Checkpoint:
         if why := edit.unfit(source):
             raise UsageError(why)
     edits = [edit.of_source(source) for edit in edits]
-    out = replace(source, merging=Editing(tuple(edits), source))
-    _ = out.layout
-    return out
+    return replace(source, merging=Editing(tuple(edits), source))

@@ -35,9 +35,11 @@ from mckpt.storage.files import read_json
 
 INITS = ("mean", "normal", "zero", "subword")
 VARIANCE = 1e-9  # of new rows, as a part of that of the old ones: that of transformers
+RIDGE = 1e-12  # of the mean variance, added to each one, as rounding may make a small one negative
 BLOCK = 1024  # rows in memory at once
 ADDED = 256  # rows that one of the THREADS adds at once
 THREADS = 4  # at most
+SHARES = 16  # of the columns of a product of matrices: as many threads at most
 ROWS = re.compile(r"(embed|lm_head)\.(weight|bias)(@.*)?")  # the tensors with a row for each token
 MOST_SHOWN = 8  # ranges of rows in a message
 _KEYS = {"size", "init", "seed", "tokenizer", "map"}
@@ -305,19 +307,19 @@ class Vocabulary(Edit):
     def _rows(self, tensor: LogicalTensor, new: list[int], old: int) -> Iterator[np.ndarray]:
         """Yields the new rows of a weight in float32, in blocks."""
         width, tensor = math.prod(tensor.shape[1:]), tensor[:old]
-        row, root = np.zeros(width), None
+        row = np.zeros(width)
         if isinstance(self.init, int):
             row = _read(tensor, self.init, 1)[0]
         elif self.init != "zero":
             row = _mean(tensor)
-        if self.init == "normal" and len(tensor.shape) > 1:
-            root = _root(tensor, row)
-        random = np.random.default_rng([self.seed, zlib.crc32(tensor.name.encode())])
+        noise: Iterator[np.ndarray] | None = None
+        if self.init == "normal" and len(tensor.shape) > 1 and old > width:
+            noise = _noise(tensor, row, len(new), [self.seed, zlib.crc32(tensor.name.encode())])
         pieces = dict(self.pieces)
         for at in range(0, len(new), BLOCK):
             block = np.tile(row, (len(new[at : at + BLOCK]), 1))
-            if root is not None:
-                block += random.standard_normal(block.shape) @ root.T
+            if noise is not None:
+                block += next(noise)
             for into, number in zip(block, new[at : at + BLOCK], strict=True):
                 if found := pieces.get(number):
                     into[:] = np.mean([_read(tensor, n, 1)[0] for n in found], axis=0)
@@ -391,33 +393,69 @@ def _read(tensor: LogicalTensor, first: int, count: int) -> np.ndarray:
     return np.asarray(block.reshape(len(block), -1), "f8")
 
 
-def _blocks(tensor: LogicalTensor) -> Iterator[np.ndarray]:
-    for first in range(0, tensor.shape[0], BLOCK):
-        yield _read(tensor, first, BLOCK)
-
-
 def _mean(tensor: LogicalTensor) -> np.ndarray:
     """Returns the mean of the rows, of sums in float64 of blocks. Threads share the blocks."""
     from concurrent.futures import ThreadPoolExecutor
 
     def added(first: int) -> np.ndarray:
-        return _read(tensor, first, ADDED).sum(axis=0)
+        block = tensor[first : first + ADDED].numpy()
+        return np.asarray(block.reshape(len(block), -1).sum(axis=0, dtype="f8"))
 
     num = tensor.shape[0]
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         return np.asarray(sum(pool.map(added, range(0, num, ADDED))) / num, "f8")
 
 
-def _root(tensor: LogicalTensor, mean: np.ndarray) -> np.ndarray | None:
-    """Returns the lower triangle whose product with its transpose is the covariance of new rows;
-    None if that is not positive definite, as transformers decides it.
+def _noise(
+    tensor: LogicalTensor, mean: np.ndarray, count: int, seed: list[int]
+) -> Iterator[np.ndarray]:
+    """Yields blocks of `count` normal rows with VARIANCE of the covariance of the old rows.
+
+    Few are sums of the centred old rows with normal weights, which have exactly that covariance;
+    many are products with its root.
     """
-    count, width = tensor.shape[0], len(mean)
-    total = np.zeros((width, width))
-    for block in _blocks(tensor) if count > width else ():
-        block -= mean
-        total += block.T @ block
-    try:
-        return np.linalg.cholesky(VARIANCE * total / count)
-    except np.linalg.LinAlgError:
-        return None
+    num, width = tensor.shape[0], len(mean)
+    if count <= width:
+        total = _product(tensor, mean, count, seed) * math.sqrt(VARIANCE / num)
+        yield from (total[at : at + BLOCK] for at in range(0, count, BLOCK))
+        return
+    total = _product(tensor, mean, width) * (VARIANCE / num)
+    total.flat[:: width + 1] += RIDGE * total.trace() / width
+    root, random = np.linalg.cholesky(total).T, np.random.default_rng(seed)
+    for at in range(0, count, BLOCK):
+        yield random.standard_normal((min(BLOCK, count - at), width)) @ root
+
+
+def _product(
+    tensor: LogicalTensor, mean: np.ndarray, count: int, seed: list[int] | None = None
+) -> np.ndarray:
+    """Returns `count` sums of the centred old rows with normal weights; without a seed, the lower
+    triangle of the product of the transposed centred rows with themselves. In float64.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    num, width = tensor.shape[0], len(mean)
+    out, most = np.zeros((count, width)), SHARES * ADDED
+    # rows in memory at once: new memory for each block took half of the time
+    centred = np.empty((most, width))
+    weights = centred.T if seed is None else np.empty((count, most))
+
+    def read(first: int) -> None:
+        block = tensor[first : first + ADDED].numpy()
+        at = slice(first % most, first % most + len(block))
+        np.subtract(block.reshape(len(block), width), mean, out=centred[at])
+        if seed is not None:
+            random = np.random.default_rng([*seed, first])
+            weights[:, at] = random.standard_normal((count, len(block)))
+
+    def add(columns: slice, rows: int) -> None:
+        low = columns.start if seed is None else 0  # the lower triangle is enough for a root
+        out[low:, columns] += weights[low:, :rows] @ centred[:rows, columns]
+
+    shares = [slice(n * width // SHARES, (n + 1) * width // SHARES) for n in range(SHARES)]
+    with ThreadPoolExecutor(min(SHARES, len(os.sched_getaffinity(0)))) as pool:
+        for at in range(0, num, most):
+            rows = min(most, num - at)
+            list(pool.map(read, range(at, at + rows, ADDED)))
+            list(pool.map(add, shares, itertools.repeat(rows)))
+    return out

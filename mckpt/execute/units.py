@@ -32,11 +32,13 @@ from mckpt.values.quantisation import ALONE, ENCODINGS, SCALES, WRITTEN, Grid
 # bytes between two entries of the journal, which each thread may have to do again after a kill;
 # smaller units sync files more often
 UNIT = 256 << 20
-UNIT_OF_MERGE = 64 << 20  # of the bytes that are written; a merge reads several times as many
+SMALL_UNIT = 64 << 20  # where many processes share the work, or several times as much is read
 SLAB = 16 << 20  # bytes that a thread takes at a time: 5 ms of work, and 0.1 ms to hand it out
 # bytes; shorter runs of flat copies are staged, so that one system call moves several of them
 SHORT_RUN = 64 << 10
+SHORT_COPY = 32 << 10  # elements of a copy, where copies are short on average
 NEAR = 1 << 20  # bytes between two short ranges that still move together
+CHAIN = 2 << 20  # bytes of short ranges that move together: more leave the caches, and need memory
 MOST_RANGES = 8192  # that move together: Python needs about 1 KiB for each
 FEW = 16  # short rows that become ranges of their own
 # elements; longer 1-D casts and strided copies are cut into rows of this length, so that a buffer
@@ -71,7 +73,8 @@ class Work(NamedTuple):
     def of(cls, joined: Joined) -> Work:
         """Cuts the copies, which may come in any order."""
         copies, casts = joined.copies, joined.casts
-        unit = UNIT_OF_MERGE if any(c.term in (SUM, MIX) for c in casts) else UNIT
+        merges = any(c.term in (SUM, MIX) for c in casts)
+        unit = min(UNIT, SMALL_UNIT) if merges or in_short_pieces(copies) else UNIT
         codes = np.array([c.target in WRITTEN for c in casts], bool)
         quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
         if not quantises.any():
@@ -116,11 +119,12 @@ def _is_flat(w: np.ndarray) -> np.ndarray:
     return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
 
 
-def in_short_pieces(copies: np.ndarray, nbytes: int) -> bool:
-    """Returns whether copies of so many bytes are moved in short reads, calls of numpy and writes,
-    for which the threads of a process wait for Python's lock.
+def in_short_pieces(copies: np.ndarray) -> bool:
+    """Returns whether copies are moved in short reads, calls of numpy and writes, for which the
+    threads of a process wait for Python's lock.
     """
-    return mostly_transposed(copies) or nbytes < len(copies) * SHORT_RUN
+    few = (copies["rows"] * copies["run"]).sum() < len(copies) * SHORT_COPY
+    return bool(few) or mostly_transposed(copies)
 
 
 def mostly_transposed(copies: np.ndarray) -> bool:
@@ -279,7 +283,8 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Clusters are in source order. Staged copies with equally many rows form one cluster if their
     rows interleave in a source or in a target: `[a0 b0 a1 b1]`, or the column shards of one matrix.
-    Short ranges of bytes that are near each other in a source form one as well, of a slab at most.
+    Short ranges of bytes that are near each other in a source form one as well, of at most CHAIN
+    bytes.
     """
     first = np.arange(len(w), dtype="i4")
     staged = np.flatnonzero(~is_ranges(w)).astype("i4")
@@ -310,7 +315,7 @@ def _chains(w: np.ndarray, short: np.ndarray) -> np.ndarray:
     starts = np.concatenate([number[:1] == 0, ~linked])
     nbytes = np.cumsum(w["run"][short]) - w["run"][short]
     first = np.maximum.accumulate(np.where(starts, number, 0))
-    for before, most in ((nbytes - nbytes[first], SLAB), (number - first, MOST_RANGES)):
+    for before, most in ((nbytes - nbytes[first], CHAIN), (number - first, MOST_RANGES)):
         starts[1:] |= np.diff(before // most) != 0
     return np.maximum.accumulate(np.where(starts, number, 0))
 

@@ -123,7 +123,7 @@ def join(source: Layout, target: Layout) -> Joined:
                     start, each_has = sum(map(len, grids)), s.added[added].shape[1]
                     grids.append(s.added[added].reshape(-1, adding.WIDTH))
                 holders.setdefault(name, []).append((s, pieces, row_of, start, each_has))
-    parts = []
+    parts: list[np.ndarray] = []
     for t in target.stored:
         ids = _ids(t, experts)
         quantised = None  # the first of the target's grids
@@ -164,8 +164,9 @@ def join(source: Layout, target: Layout) -> Joined:
                     part["dst_at"] = t.at[here] + m.dst_start * dst
                     part["src_pitch"], part["src_step"] = m.src_pitch * src, m.src_step * src
                     part["dst_pitch"], part["dst_step"] = m.dst_pitch * dst, m.dst_step * dst
-                    parts.append(part)
-    copies = np.concatenate(parts) if parts else np.empty(0, COPY)
+                    parts.append(part.view("u1"))
+    # as bytes, because numpy would compare the fields of each two parts
+    copies = np.concatenate([np.empty(0, "u1"), *parts]).view(COPY)
     parts.clear()  # they take as much memory
     order = np.lexsort((copies["src_at"], copies["src_file"]))
     return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import mckpt
+from mckpt.checkpoint.logical import LogicalTensor
 from mckpt.editing import tokens
 from mckpt.editing.tokens import Tokenizer
+from mckpt.editing.vocabulary import _noise
 from tests.formats.test_edit import Tensors, made, same, written
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
@@ -248,6 +250,34 @@ def test_mean_and_normal_rows_are_those_of_transformers(tmp_path: Path) -> None:
         assert abs(np.mean(noise[0] * noise[1])) < 0.05 * np.mean(noise[0] ** 2)
     both = [found["normal"][n][count:] - found["mean"][n][count:] for n in WEIGHTS]
     assert abs(np.corrcoef(both[0].ravel(), both[1].ravel())[0, 1]) < 0.05  # other draws
+
+
+class Rows(np.ndarray):
+    """An array in place of a logical tensor."""
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self)
+
+
+def test_a_few_normal_rows_have_the_covariance_of_many() -> None:
+    """More new rows than dimensions are drawn in another way than fewer; numpy says of both what
+    their covariance is.
+    """
+    drawn = np.random.default_rng(0)
+    # rows that come again, in other blocks, with values far from zero
+    old = np.tile(drawn.standard_normal((256, 32)), (4, 1)) @ drawn.standard_normal((32, 32)) + 9
+    old = (old + 0.1 * drawn.standard_normal(old.shape))[:900].astype("f4")
+    wanted = 1e-9 * np.cov(old.astype("f8").T, bias=True)
+    for at_once, draws in ((32, 200), (5, 1000), (33, 200)):
+        mean, tensor = old.mean(0, dtype="f8"), cast(LogicalTensor, old.view(Rows))
+        found = [list(_noise(tensor, mean, at_once, [seed])) for seed in range(draws)]
+        rows = np.concatenate([block for blocks in found for block in blocks])
+        assert rows.shape == (at_once * draws, 32)
+        apart = np.linalg.norm(np.cov(rows.T, bias=True) - wanted) / np.linalg.norm(wanted)
+        assert apart < 0.1, (at_once, apart)
+        beside = rows[:-1].T @ rows[1:] / len(rows)  # two rows have nothing in common
+        assert np.linalg.norm(beside) < 0.1 * np.linalg.norm(wanted)
+        assert np.linalg.norm(rows.mean(0)) < 3 * np.sqrt(np.trace(wanted) / len(rows))
 
 
 def test_normal_rows_of_few_tokens_are_their_mean(tmp_path: Path) -> None:

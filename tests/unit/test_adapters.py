@@ -497,8 +497,8 @@ def test_large_merges_and_transposes_start_processes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     adapted, plain = SimpleNamespace(term="product"), SimpleNamespace(term="")
     copies = np.zeros(2, COPY)
-    copies["rows"] = copies["run"] = 10
-    copies["src_pitch"] = copies["dst_pitch"] = 20
+    copies["rows"] = copies["run"] = 1000
+    copies["src_pitch"] = copies["dst_pitch"] = 2000
     copies["src_step"] = copies["dst_step"] = 2
 
     def processes(nbytes: int, *casts: SimpleNamespace, threads: int = 0) -> int:
@@ -511,5 +511,5 @@ def test_large_merges_and_transposes_start_processes(monkeypatch: pytest.MonkeyP
     assert processes(90 * LEAST_BYTES, plain, adapted) == 4
     assert processes(90 * LEAST_BYTES, plain) == 1
     assert processes(90 * LEAST_BYTES, adapted, threads=2) == 1
-    copies["src_pitch"][0], copies["src_step"][0] = 2, 20
+    copies["src_pitch"][0], copies["src_step"][0] = 2, 2000
     assert processes(90 * LEAST_BYTES, plain) == 4  # half of it is transposed
