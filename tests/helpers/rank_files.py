@@ -1,11 +1,12 @@
 """Saves a Hugging Face model as the ranks of a training by torch's FSDP2 do, each its own part.
 
-    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT [titan | steps]
+    PYTHONPATH=. python -m tests.helpers.rank_files HF_DIR OUT [titan | steps | weights]
 
 OUT/verl       model_world_size_4_rank_R.pt, optim_* and fsdp_config.json, mesh ("fsdp",)
 OUT/hsdp       the same, mesh ("ddp", "fsdp")
 OUT/columns    the same, mesh ("fsdp",), the up projections cut in columns
 OUT/model      shard-*.safetensors of torch's HuggingFaceStorageWriter, in two files each
+               (with `weights` only OUT/verl and OUT/model, without an optimizer)
 OUT/step-10    with `titan`, this one alone: what torchtitan saves, in the names of HF_DIR
 OUT/verl/global_step_N/actor, OUT/hsdp/... with `steps`, these alone: what verl saves after steps 3
                and 4 of a training in fp32, and in OUT/STATE-N the whole state, as torch gathers it
@@ -17,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +128,7 @@ def by_columns(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[0] == 10 else None
 
 
-def save(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
+def save(rank: int, arrays: dict[str, torch.Tensor], out: Path, weights: bool = False) -> None:
     dist.init_process_group("gloo", f"file://{out}/meeting", rank=rank, world_size=WORLD)
     one = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     two = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("ddp", "fsdp"))
@@ -134,14 +136,15 @@ def save(rank: int, arrays: dict[str, torch.Tensor], out: Path) -> None:
         ("verl", one, None),
         ("hsdp", two, None),
         ("columns", one, by_columns),
-    ):
+    )[: 1 if weights else 3]:
         model = model_of(arrays)
         fully_shard(model, mesh=mesh, shard_placement_fn=placed)
-        optimizer = stepped(model)
         folder = out / name
         folder.mkdir(exist_ok=True)
         torch.save(model.state_dict(), folder / f"model_world_size_{WORLD}_rank_{rank}.pt")
-        torch.save(optimizer.state_dict(), folder / f"optim_world_size_{WORLD}_rank_{rank}.pt")
+        if not weights:
+            state = stepped(model).state_dict()
+            torch.save(state, folder / f"optim_world_size_{WORLD}_rank_{rank}.pt")
         if name == "verl":
             index = {key: 1 + number % 2 for number, key in enumerate(arrays)}
             writer = dcp.HuggingFaceStorageWriter(str(out / "model"), index, save_distributed=True)
@@ -157,20 +160,22 @@ def main(hf: Path, out: Path, kind: str = "") -> None:
     for file in sorted(hf.glob("*.safetensors")):
         arrays |= load_file(file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    each = {"titan": save_titan, "steps": train, "": save}[kind]
+    only = partial(save, weights=True)
+    each = {"titan": save_titan, "steps": train, "weights": only, "": save}[kind]
     mp.start_processes(each, (arrays, out), nprocs=WORLD, start_method="fork")
     for actor in out.glob("*/global_step_*/actor"):
         (actor / "fsdp_config.json").write_text(json.dumps({"world_size": WORLD}))
         shutil.copytree(hf, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
     for state in out.glob("exp_avg*"):
         shutil.copy(hf / "config.json", state)
-    if kind:
+    if kind in ("titan", "steps"):
         return
-    for name in ("verl", "hsdp", "columns"):
+    for name in ("verl",) if kind else ("verl", "hsdp", "columns"):
         facts = {"FSDP_version": 2, "world_size": WORLD}
         (out / name / "fsdp_config.json").write_text(json.dumps(facts))
-    for folder in ("verl/huggingface", "hsdp/huggingface", "columns/huggingface"):
-        shutil.copytree(hf, out / folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(
+            hf, out / name / "huggingface", ignore=shutil.ignore_patterns("*.safetensors")
+        )
     shutil.copytree(hf, out / "model/.hf_metadata", ignore=shutil.ignore_patterns("*.safetensors"))
 
 
