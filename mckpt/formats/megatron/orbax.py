@@ -13,8 +13,7 @@ scan_layers is false: then the keys have their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from mckpt.formats.megatron.orbax_arrays import METADATA, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
 from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.formats.scaling import scaled
-from mckpt.geometry.box import Layout
+from mckpt.geometry.box import Layout, row_major
 from mckpt.mapping import Bound
 from mckpt.values.dtypes import itemsize
 
@@ -49,9 +48,10 @@ class _Directory(Chunked):
         arrays: Arrays,
         orders: Mapping[str, tuple[int, ...]],
         shapes: Mapping[str, tuple[int, ...]],
+        turned: Collection[str],
     ) -> None:
-        """orders: of the axes of arrays, by their keys. shapes: of arrays as their rules have them,
-        with the axes in that order.
+        """orders: of the axes in the files. shapes: of arrays as their rules have them. turned: the
+        arrays whose files have the last two of these axes in the other order.
         """
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
         for key, array in arrays.arrays.items():
@@ -60,6 +60,13 @@ class _Directory(Chunked):
             tensors[key] = (array.dtype, shape, [(at, shape)])
             items[key, at] = (key, 0, math.prod(shape) * itemsize(array.dtype))
         super().__init__(arrays.in_order(orders), Metadata(tensors, arrays.others, items, {}))
+        self.turned = turned
+
+    def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        if key not in self.turned:
+            return None
+        *lead, rows, columns = sizes
+        return (*row_major((*lead, columns, rows))[:-2], 1, rows)
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         for (key, _), (file, at, nbytes) in self.metadata.items.items():
@@ -71,35 +78,26 @@ class Orbax(TorchDist):
 
     def __init__(self, path: Path) -> None:
         self.arrays = Arrays(place(path))
-        super().__init__(_Directory(self.arrays, {}, {}), FORMAT)
+        super().__init__(_Directory(self.arrays, {}, {}, ()), FORMAT)
         self.root = path
 
     def layout(self, names: Names) -> Layout:
-        scope, factors, bound = names.scope(), dict[str, float](), list[Bound]()
+        scope, factors, turned = names.scope(), dict[str, float](), set[str]()
         shapes, orders = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
         for b in names.bound:
             if b.rule.scale is not None:
                 factors[b.rule.key] = 1 / b.rule.scale(scope)
-            keys = [key for key, _ in b.global_keys() if key in self.arrays.arrays]
-            found = {key: _in_order(b, self.arrays.arrays[key].shape, scope) for key in keys}
-            # matrices are read with their rows first, so that long ranges of them are
-            turned = b.rule.transposed and all(fits for _, _, fits in found.values())
-            b = b._replace(rule=b.rule._replace(transposed=b.rule.transposed and not turned))
-            inner = stored_shape(b.rule, packed(b.rule, scope))
-            for key, (order, shape, fits) in found.items():
-                if turned:
-                    columns, lead = inner[1], len(b.axes(scope))
-                    end = next(
-                        n for n in range(lead, len(shape)) if math.prod(shape[lead:n]) == columns
-                    )
+            inner, lead = stored_shape(b.rule, packed(b.rule, scope)), len(b.axes(scope))
+            for key in (key for key, _ in b.global_keys() if key in self.arrays.arrays):
+                order, shape, fits = _in_order(b, self.arrays.arrays[key].shape, scope)
+                if fits and b.rule.transposed:  # the file has long ranges of the matrix's rows
+                    turned.add(key)
+                    ends = (math.prod(shape[lead:n]) for n in range(lead, len(shape)))
+                    end = lead + [*ends].index(inner[0])
                     order = (*order[:lead], *order[end:], *order[lead:end])
-                orders[key] = order
-                shapes[key] = (*b.axes(scope), *inner) if fits else shape
-            bound.append(b)
-        self.directory = _Directory(self.arrays, orders, shapes)
+                orders[key], shapes[key] = order, (*shape[:lead], *inner) if fits else shape
+        self.directory = _Directory(self.arrays, orders, shapes, turned)
         self.metadata = self.directory.metadata
-        names = replace(names)
-        names.__dict__["bound"] = bound  # in the place of the cached property
         layout = super().layout(names)
         layout.stored = [
             scaled(s, factors[s.key]) if s.key in factors else s for s in layout.stored
