@@ -96,6 +96,7 @@ PIECE = 32 << 10  # elements at a time, so that the scratch memory stays in L2
 # Elements of a transposed row that are placed at a time, so that their cache lines stay in L1 for
 # the next row: 2 GB/s instead of 0.3.
 LINES = 512
+WORD, WORDS = 8, 64  # bytes that are transposed as one, and the rows of them at a time
 
 
 def scratch(elements: int) -> int:
@@ -114,6 +115,10 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
         for j in range(0, n, LINES):
             cast(src[:, j : j + LINES], out[:, j : j + LINES])
         return
+    down, along = src.strides
+    if src.dtype == out.dtype and down == src.itemsize < min(along, WORD) and min(m, n) >= WORD:
+        _transpose(src, out)
+        return
     table = _table(src.dtype, out.dtype)
     if table is None:
         with np.errstate(all="ignore"):
@@ -123,6 +128,25 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
     for part in pieces(m, n):
         # every code is in the table; mode="wrap" only avoids a buffer for `out`
         table.take(codes[part], out=out[part], mode="wrap")
+
+
+def _transpose(src: np.ndarray, out: np.ndarray) -> None:
+    """Fills `out` [m, n] with `src` [m, n], in which the elements of a column follow each other.
+
+    It moves words of several rows, and then puts the parts of these into order, while they are in
+    L1: 2.4 GB/s of elements of two bytes, instead of 0.7.
+    """
+    each, n = WORD // src.itemsize, src.shape[1]  # rows in a word
+    codes, to = src.view(f"u{src.itemsize}"), out.view(f"u{src.itemsize}")
+    count = len(src) // each
+    words = codes[: count * each].T.view(f"u{WORD}").T  # [count, n]
+    down, along = to.strides
+    strides = each * down, down, along
+    for row in range(0, count, WORDS):
+        held = words[row : row + WORDS].copy()
+        parts = held.view(codes.dtype).reshape(len(held), n, each).transpose(0, 2, 1)
+        np.copyto(np.lib.stride_tricks.as_strided(to[row * each :], parts.shape, strides), parts)
+    np.copyto(to[count * each :], codes[count * each :])
 
 
 def bfloat16_bits(bits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:

@@ -51,6 +51,27 @@ def test_an_offset_of_1_goes_there_and_back_exactly_from_a_half_to_256(dtype):
     assert back[0, 0] != values[0, 0]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(8, 8), (9, 600), (1031, 515), (67, 64), (7, 300), (300, 7)])
+def test_a_transpose_moves_each_element_and_no_other(dtype, shape):
+    """Source and target are parts of larger buffers, at odd bytes; the bytes between stay."""
+    (m, n), kind = shape, numpy_dtype(dtype)
+    size = kind.itemsize
+    data, pitch = RNG.bytes(3 + (m + 5) * n * size), (m + 5) * size
+    src = np.ndarray((m, n), kind, data, 3, (size, pitch))
+    for step in (size, 3 * size):  # of the target's rows
+        width = n * step + size
+        before = RNG.bytes(1 + m * width)
+        memory = bytearray(before)
+        dtypes.cast(src, np.ndarray((m, n), kind, memory, 1, (width, step)))
+        wanted = bytearray(before)
+        for i in range(m):
+            for j in range(n):
+                at, to = 3 + j * pitch + i * size, 1 + i * width + j * step
+                wanted[to : to + size] = data[at : at + size]
+        assert memory == wanted
+
+
 @pytest.mark.parametrize("src", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("dst", ["bfloat16", "float16", "float32"])
 def test_an_execution_adds_the_offset_before_it_rounds(tmp_path, src, dst):
