@@ -49,7 +49,8 @@ class Merging(Addition):
         return self.adapter.path
 
     def made_of(self, file: str) -> Sequence[str]:
-        return (file in self.adapter.files and self.adapter.made_of) or (file,)
+        made_of = self.adapter.made_of
+        return made_of if made_of and file in self.adapter.files else (file,)
 
     def layout(self, base: Layout) -> Layout:
         """Returns the layout of the base with the products that are added to its pieces."""

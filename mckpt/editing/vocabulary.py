@@ -421,7 +421,11 @@ def _noise(
         return
     total = _product(tensor, mean, width) * (VARIANCE / num)
     total.flat[:: width + 1] += RIDGE * total.trace() / width
-    root, random = np.linalg.cholesky(total).T, np.random.default_rng(seed)
+    try:
+        root = np.linalg.cholesky(total).T
+    except np.linalg.LinAlgError:  # all old rows are one, or not finite, and so is their mean
+        root = np.zeros((width, width))
+    random = np.random.default_rng(seed)
     for at in range(0, count, BLOCK):
         yield random.standard_normal((min(BLOCK, count - at), width)) @ root
 
