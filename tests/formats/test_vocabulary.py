@@ -280,11 +280,9 @@ def test_a_few_normal_rows_have_the_covariance_of_many() -> None:
         assert np.linalg.norm(rows.mean(0)) < 3 * np.sqrt(np.trace(wanted) / len(rows))
 
 
-@pytest.mark.parametrize("value", [2.5, np.inf])
-def test_normal_rows_of_equal_ones_have_no_noise(value: float) -> None:
-    old = np.full((90, 8), value, "f4").view(Rows)
-    with np.errstate(invalid="ignore"):
-        (rows,) = _noise(cast(LogicalTensor, old), np.full(8, value), 20, [0])
+def test_normal_rows_of_equal_ones_have_no_noise() -> None:
+    old = np.full((90, 8), 2.5, "f4").view(Rows)
+    (rows,) = _noise(cast(LogicalTensor, old), np.full(8, 2.5), 20, [0])
     assert not rows.any()
 
 
