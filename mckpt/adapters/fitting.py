@@ -150,7 +150,9 @@ class _Fitting:
         self.experts: list[_ExpertFactors] = []
 
     def fit(self) -> Fit:
-        self._targets().refuse_others()
+        targets = self._targets()
+        targets.refuse_others()
+        targets.refuse_lost()
         for module, rows in self.adapter.modules.items():
             try:
                 self._add(module, rows)
@@ -176,7 +178,32 @@ class _Fitting:
             )
         if not (self.parts or self.whole):
             raise SourceError(f"{self.adapter.path}: the adapter has no tensors")
+        notes += self._notes_on_modules(targets)
         return Fit(self.parts, self.whole, self.adapted, notes)
+
+    def _notes_on_modules(self, targets: Targets) -> list[str]:
+        """Returns notes on modules whose scale or whose factors the files do not settle."""
+        notes: list[str] = []
+        if lost := targets.without_factors():
+            notes.append(
+                f"{ADAPTER[0]} also targets {counted(len(lost), 'module')} without factors in the"
+                f" adapter, such as {min(lost)}; there the weights of the base stay"
+            )
+        older = [
+            (one, scale)
+            for one in self.adapted
+            if (scale := self.adapter.older_scale(one.module, one.rank)) not in (None, one.scale)
+        ]
+        if older:
+            one, scale = older[0]
+            notes.append(
+                "PEFT before 0.14 matched rank_pattern and alpha_pattern in another way, and"
+                f" {ADAPTER[0]} has no key of a later release. PEFT now gives {one.module} the"
+                f" scale {one.scale:g}, and then gave {scale:g}; so it is for"
+                f" {counted(len(older), 'module')}. If PEFT before 0.14 trained the adapter, write"
+                " alpha_pattern again with the whole names of modules"
+            )
+        return notes
 
     def _targets(self) -> Targets:
         parameters: dict[str, list[str]] = {}

@@ -91,6 +91,25 @@ class PeftAdapter:
     def scale(self, module: str, rank: int) -> float:
         """Returns the number that multiplies the product of a module's factors."""
         alpha = self._by_pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
+        return self._scale(alpha, rank)
+
+    def older_scale(self, module: str, rank: int) -> float | None:
+        """Returns the scale of a module by PEFT before 0.14; None if the configuration shows a
+        newer release, or gives the module another rank by the older rule.
+
+        The first key of rank_pattern and alpha_pattern together that matches gave both values, and
+        `|` and `^` in a key had no parentheses around them (tuners/lora/model.py of 0.13).
+        """
+        if not self.config.keys().isdisjoint(rules()["peft"]["since_0_14"]):
+            return None
+        ranks, alphas = (self.config.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+        matching = (key for key in (*ranks, *alphas) if pattern(rf".*\.{key}$").match(module))
+        key = next(matching, module)
+        if ranks.get(key, self.config.get("r", 8)) != rank:
+            return None
+        return self._scale(alphas.get(key, self.config.get("lora_alpha", 8)), rank)
+
+    def _scale(self, alpha: Any, rank: int) -> float:
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def check_finite(self) -> None:

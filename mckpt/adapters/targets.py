@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,47 @@ class Targets:
             "Correct the configuration, or remove these tensors.",
         )
 
+    def refuse_lost(self) -> None:
+        """Raises SourceError if tensors were trained whole, and the adapter has none of them."""
+        config, whole, lost = self.adapter.config, self.adapter.whole, list[str]()
+        kept = config.get("modules_to_save") or []
+        paths = {path for module in self.base for path in _paths(module)} if kept else set[str]()
+        saved = {path for key in whole for path in _paths(key)}
+        for one in kept:
+            # PEFT takes every module whose path ends with the name, also inside a word
+            modules = [path for path in paths if path.endswith(one)]
+            if modules and saved.isdisjoint(modules):
+                lost.append(f"modules_to_save has {one!r}: {min(modules)}")
+        if not any(key.endswith(".bias") for key in whole):
+            trained = {"all": self.base, "lora_only": map(without_inside, self.adapter.modules)}
+            biases = [
+                f"{module}.bias"
+                for module in trained.get(config.get("bias", "none"), ())
+                if "bias" in self.base.get(module, ())
+            ]
+            if biases:
+                lost.append(f"bias is {config['bias']!r}: {min(biases)}")
+        if lost:
+            raise SourceError.of(
+                f"{self.adapter.path}: lacks tensors that its {ADAPTER[0]} states to be trained:",
+                lost,
+                "The program that wrote it lost them (PEFT does, with bias lora_only): save it"
+                " again, or set modules_to_save to null or bias to none there, to keep the tensors"
+                " of the base.",
+            )
+
+    def without_factors(self) -> list[str]:
+        """Returns the modules that the configuration targets and the adapter lacks, of the kinds
+        that it has in other layers.
+        """
+        there = set(map(without_inside, self.adapter.modules))
+        kinds = {NUMBER.sub("{}", module) for module in there}
+        return [
+            module
+            for module in self.base
+            if module not in there and NUMBER.sub("{}", module) in kinds and self.has(module)
+        ]
+
     def has(self, stored: str) -> bool:
         """Returns whether PEFT loads the factors of a module.
 
@@ -84,6 +125,13 @@ class Targets:
                 if pattern(rf"(.*\.)?({parent})").fullmatch(before) and number.end() < len(module):
                     return int(number[0]) in (layers if isinstance(layers, list) else [layers])
         return False
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yields a dotted name and the names of all modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _named(names: Any, module: str) -> bool:

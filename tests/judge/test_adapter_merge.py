@@ -479,6 +479,11 @@ def test_factors_that_peft_would_not_load_are_refused(model, config, tiny_model,
         name: (module.lora_B["default"].out_features, module.lora_A["default"].in_features)
         for name, module in loaded.items()
     }
+    whole = {
+        adapters.PREFIX + key: array
+        for key, array in adapters.weights(base).items()
+        if any(f".{name}." in key for name in config.get("modules_to_save", ()))
+    }
     ranks = {name: module.lora_A["default"].out_features for name, module in loaded.items()}
     some = {name: shape for name, shape in every.items() if name in loaded}
     # PEFT replaces the names of the experts of transformers 4
@@ -490,5 +495,5 @@ def test_factors_that_peft_would_not_load_are_refused(model, config, tiny_model,
             merge(Checkpoint.open(base), open_adapter(one))
         named = {re.sub(r"\.lora_[AB]\.weight$", "", key) for key in e.value.problems}
         assert {name.removeprefix(adapters.PREFIX) for name in named} == every.keys() - some.keys()
-        one = adapters.write(at / "some", factors(some, rank, shared=False), **stated)
+        one = adapters.write(at / "some", factors(some, rank, shared=False) | whole, **stated)
         good("adapter", "merge", base, one, at / "out")

@@ -400,6 +400,66 @@ def test_factors_outside_of_the_configuration_are_refused(
     good(*args)
 
 
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head': lm_head"),
+        ({"modules_to_save": ["norm", "head"]}, "modules_to_save has 'head': lm_head"),
+        ({"bias": "all"}, "bias is 'all': model.layers.0.self_attn."),
+        ({"bias": "lora_only"}, "bias is 'lora_only': model.layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_whole_tensors_that_were_lost_are_refused(
+    config: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    """PEFT up to 0.18 saves no bias of a module with factors, if bias is lora_only."""
+    base = made("qwen2_moe", tmp_path / "base")
+    weights = lora.tensors(base)
+    stored = lora.factors(weights, ["model.layers.0.self_attn.q_proj"])
+    stored["model.norm.weight"] = weights["model.norm.weight"]
+    adapter = lora.save(tmp_path / "lost", stored, **config)
+    args = ("adapter", "merge", base, adapter, tmp_path / "out")
+    refused(3, lost, "The program that wrote it lost them", args=args)
+    stored["lm_head.weight"] = weights["lm_head.weight"]
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    stored[bias] = weights[bias]
+    lora.save(adapter, stored, **config)
+    good(*args)
+
+
+def test_targets_without_factors_are_in_the_plan(tmp_path: Path) -> None:
+    """PEFT warns of such keys when it loads the adapter."""
+    modules = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    stored = lora.factors(lora.tensors(QWEN3), modules)
+    last = len([key for key in lora.tensors(QWEN3) if key.endswith("q_proj.weight")]) - 1
+    for layers, said in ((None, True), ([0, 1], False), ([0, 1, last], True)):
+        config = {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": layers}
+        adapter = lora.save(tmp_path / "a", stored, **config)
+        err = good("adapter", "merge", QWEN3, adapter, tmp_path / "out", "--overwrite").err
+        count = last - 1 if layers is None else 1
+        assert (f"also targets {count} module" in err) == said, err
+
+
+def test_patterns_that_peft_before_0_14_matched_in_another_way(tmp_path: Path) -> None:
+    """There one key gave both values: the first of both patterns that matches."""
+    modules = [f"model.layers.{n}.self_attn.{x}_proj" for n in (0, 1) for x in "qk"]
+    stored = lora.factors(lora.tensors(QWEN3), modules)
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"0.self_attn.q_proj": 16}}, "4, and"),
+        ({"alpha_pattern": {"k_proj|q_proj": 16}}, "4, and"),  # matched q_proj at the start only
+        ({"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 16}}, "4, and"),
+        ({"alpha_pattern": {"q_proj": 16}, "rank_pattern": {"k_proj": 4}}, None),
+        ({"rank_pattern": {"q_proj": 4, "layers.0.*": 4}, "r": 4}, None),
+    ]
+    for config, words in cases:
+        adapter = lora.save(tmp_path / "a", stored, **config)
+        args = ("adapter", "merge", QWEN3, adapter, tmp_path / "out", "--overwrite")
+        assert ("before 0.14" in good(*args).err) == (words is not None), config
+        assert (words or "") in good(*args).err
+        lora.save(tmp_path / "a", stored, exclude_modules=None, **config)
+        assert "before 0.14" not in good(*args).err
+
+
 def test_a_directory_without_a_configuration_says_so(tmp_path: Path) -> None:
     modules = ["model.layers.0.self_attn.q_proj"]
     adapter = lora.save(tmp_path / "a", lora.factors(lora.tensors(QWEN3), modules))
