@@ -206,6 +206,8 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
     for name in source.edited:
         spec = decided.names.mapping.dims.get(name)
         names += spec.keys if spec else ()
+    if source.edited and not decided.changes_dialect:
+        names += decided.names.mapping.following(source.model.dims, source.dims)
     out = {name: written[name] for name in names if name in written}
     if source.left_behind():
         out.update(no_save_optim=not decided.optimizer, no_save_rng=True)
@@ -310,6 +312,9 @@ def _changed_run_config(
     for name in source.edited:
         spec = file.dims.get(name)
         out |= {key: model[key] for key in (spec.keys if spec else ()) if key in model}
+    if source.edited:
+        found = file.following(source.model.dims, source.dims)
+        out |= {key: model[key] for key in found if key in model}
     if "num_experts" in source.edited:
         keys = (*OF_EXPERTS, "transformer_layer_spec")
         out |= {key: model[key] for key in keys if key in model}

@@ -717,7 +717,7 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if family is not None and source.edited:
         config = family.followed(config, source.model.dims, source.dims)
         wrong += family.to_restate(config, source.dims, source.edited)
-    if wrong and family is not None:
+    if family is not None and (wrong or source.edited):
         config = family.restate(config, source.dims, wrong)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     side = source.files_beside(side)

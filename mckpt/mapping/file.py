@@ -554,15 +554,28 @@ class MappingFile(Struct, frozen=True):
         self, config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns a copy of the config of a model that an edit has changed, in which those of its
-        keys that no dim has, such as `layer_types` in some families, are for the new dims.
+        keys that `following` returns are for the new dims, and so are lists that have the same item
+        for each layer, such as `layer_types` of a family whose layers are alike.
         """
+        from mckpt.mapping import lists
+
         out: dict[str, Any] = copy.deepcopy(dict(config))
-        old, new = self.write(before), self.write(after)
-        for key in self.also:
-            value = self.lookup(new, key)
-            if self.lookup(config, key) is not None and value != self.lookup(old, key):
+        for key in lists.by_layer():
+            items = self.lookup(config, key)
+            if isinstance(items, list) and items == items[:1] * before["num_layers"]:
+                self._set(out, key, items[:1] * after["num_layers"])
+        for key, value in self.following(before, after).items():
+            if self.lookup(config, key) is not None:
                 self._set(out, key, value)
         return out
+
+    def following(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keys that no dim has, such as `layer_types` in some families, or that are
+        computed of several dims, whose value is another for the dims `after`, and this value.
+        """
+        old, new = self.write(before), self.write(after)
+        keys = [*self.also, *(dim.keys[0] for dim in self.dims.values() if dim.keys and dim.write)]
+        return {k: v for k in keys if (v := self.lookup(new, k)) != self.lookup(old, k)}
 
     def adopted(
         self,

@@ -35,6 +35,11 @@ def problems(kind: str, config: Mapping[str, Any], scope: Mapping[str, Any]) -> 
             yield f"{wrong}; {_CURES[kind]}"
 
 
+def by_layer() -> list[str]:
+    """Returns the keys of config.json that are lists with an item for each layer."""
+    return [key for key, one in _listed()["config"].items() if one["length"] == "num_layers"]
+
+
 def _wrong(
     key: str, value: Any, entry: Mapping[str, Any], scope: Mapping[str, Any]
 ) -> Iterator[str]:

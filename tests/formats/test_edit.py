@@ -236,6 +236,8 @@ def test_an_output_layer_that_equals_the_embedding_is_tied(tmp_path: Path) -> No
         assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
     good("edit", dist, again, "--recipe", recipe, "--tp", 1)
     assert not mckpt.diff(again, source)
+    mckpt.edit(dist, tmp_path / "more", ["tie", "vocab: {size: 199}"], format="hf")
+    same(tmp_path / "more", with_rows(tensors, 199, lambda e: e.mean(0)))
     held = load_file(untied / "model.safetensors")
     for row in (0, 70):  # by the sign of one zero or value
         held["lm_head.weight"][row, 3] *= -1

@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,3 +59,53 @@ def test_an_edit_of_a_kind_of_model(
         wanted = tiny.hf_logits(source, tokens)
         apart = np.abs(logits[..., : wanted.shape[-1]] - wanted).max()
         assert apart < 2e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "case", ["gpt_oss", "cwm", "smollm3", "mimo_v2_flash", "llava_onevision1_5"]
+)
+def test_args_and_configs_follow_the_layers(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    import torch
+
+    source, start, order = tiny_model(case, "float32"), tmp_path / "start", [3, 0, 1, 1, 2]
+    mckpt.convert(source, start, format="torch_dist")
+    if case == "gpt_oss":  # as --window-attn-skip-freq 2 gives it
+        path = start / "release" / "common.pt"
+        common = torch.load(path, weights_only=False)
+        assert common["args"].window_attn_skip_freq == [1, 0, 1, 0]
+        common["args"].window_attn_skip_freq = 2
+        torch.save(common, path)
+    recipe = [f"layers: {{order: {order}}}"]
+    mckpt.edit(source, tmp_path / "hf", recipe)
+    mckpt.edit(start, tmp_path / "out", recipe)
+    before = mckpt.open(source).dims
+    for name in ("hf", "out"):
+        after = mckpt.open(tmp_path / name).dims
+        for settings in ("window_layers", "rope_layers"):
+            assert [*after[settings]] == [before[settings][n] for n in order]
+    mckpt.convert(tmp_path / "out", tmp_path / "back", format="hf")
+    assert not mckpt.diff(tmp_path / "hf", tmp_path / "back")
+    assert np.isfinite(tiny.hf_logits(tmp_path / "back", made_models.tokens(case))).all()
+
+
+def test_what_a_config_computes_of_several_dims_follows(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source, start = tiny_model("llama_nemotron", "float32"), tmp_path / "start"
+    mckpt.convert(source, start, format="torch_dist")
+    of_model = [b["attention"]["n_heads_in_group"] for b in blocks(source)]
+    for path, name in ((source, "out"), (start, "out/hf")):
+        mckpt.edit(path, tmp_path / "out", ["kv_heads: {times: 2}"])
+        groups = [b["attention"]["n_heads_in_group"] for b in blocks(tmp_path / name)]
+        assert groups == [n and n // 2 for n in of_model]
+        assert mckpt.open(tmp_path / "out").dims["num_query_groups"] == 8
+        shutil.rmtree(tmp_path / "out")
+
+
+def blocks(directory: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((directory / "config.json").read_text())[
+        "block_configs"
+    ]
+    return found
