@@ -311,6 +311,32 @@ def expect_back(run: Run, source: Path, moved: Path) -> None:
         assert not difference and difference.same == len(first) + number
 
 
+def test_the_steps_of_experts_are_kept_where_the_first_stage_has_none(tmp_path: Path) -> None:
+    """The first rank, whose groups Megatron saves, counts no steps of experts. The loss goes on as
+    in the run of `torch`, of which each rank has its own groups, and all count the same steps.
+    """
+    start = tmp_path / "start"
+    args = MOE | QWEN3 | {"moe_layer_freq": [0, 0, 1, 1]}
+    ask("save", args=args, format="torch_dist", destination=start)
+    forms = ("distrib_optim", "fully_reshardable", "dp_reshardable")
+    for form in forms:
+        job = JOB | {"pp": 2, "ep": 2, "checkpoint": start, "steps": SAVED_AT}
+        ask(**job | FORMS[form] | {"save": tmp_path / form})
+    last = {"resume": True, "steps": SAVED_AT + 2}
+    cases = [JOB | last | {"pp": 2, "ep": 2, "checkpoint": tmp_path / "distrib_optim"}]
+    for form in forms:
+        moved, saved = tmp_path / f"{form} moved", tmp_path / f"{form} saved"
+        sizes = ("--target-pp", 1, "--target-ep", 2, "--target-format", "torch_dist")
+        good("reshard", tmp_path / form, moved, *sizes, "--keep-padding")
+        cases.append(JOB | last | {"ep": 2, "checkpoint": moved, "save": saved})
+    expected, *others = (curve(found["steps"], "loss") for found in ask_all(cases))
+    for form, losses in zip(forms, others, strict=True):
+        np.testing.assert_allclose(losses, expected, rtol=2e-5)
+        optimizer = Checkpoint.open(tmp_path / f"{form} saved").optimizer
+        assert optimizer is not None and len(optimizer.groups) == 2
+        assert {g["step"] for own in optimizer.groups for g in own} == {SAVED_AT + 2}
+
+
 @pytest.mark.newest
 def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
     """The gradient of its first iteration overflows in fp16. Megatron loads no such state from

@@ -212,7 +212,21 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
                 " group only; give --no-optimizer to convert the weights alone"
             )
         out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
-    return out
+    return _counted(out)
+
+
+def _counted(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Returns param_groups in which each group of Adam has the number of steps.
+
+    Transformer Engine counts no steps of a group that has no parameters on the rank that saved it,
+    such as that of experts on a pipeline stage without any. All groups make the same steps, and
+    Muon counts none.
+    """
+    step = next((g["step"] for own in groups for g in own if g.get("step") is not None), None)
+    adam = [g for own in groups for g in own if "optimizer" in g or not is_muon(groups)]
+    for group in (g for g in adam if step is not None and g.get("step") is None):
+        group["step"] = step
+    return groups
 
 
 def sharding_of(plain: Any) -> str | None:
