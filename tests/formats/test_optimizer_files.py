@@ -4,6 +4,7 @@ rules by which flat state is found.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import shutil
@@ -113,6 +114,26 @@ def test_torch_files_are_those_of_megatron(saved: Path, tmp_path: Path) -> None:
                 assert torch.equal(master.bfloat16(), weight), key
                 at += weight.numel()
         assert buffer["numel_unpadded"] == at == len(buffer["exp_avg"])
+
+
+@pytest.mark.parametrize("saved", FORMS[:1], indirect=True)
+def test_the_classes_of_an_offloaded_optimizer_are_left_out(saved: Path, tmp_path: Path) -> None:
+    """A run with --optimizer-cpu-offload saves classes, and torch.load, which Megatron-Core calls
+    for common.pt and for the files of `torch`, refuses them.
+    """
+    torch = pytest.importorskip("torch")
+    common = torch.load(saved / "common.pt", weights_only=False)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group |= {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.Adam}
+        group |= {"offload_fraction": 0.5}
+    torch.save(common, saved / "common.pt")
+    for form, name in (("torch_dist", "common.pt"), ("torch", "model_optim_rng.pt")):
+        args = ("--target-format", form, "--target-tp", 1)
+        good("reshard", saved, tmp_path / form, *args)
+        (path,) = (tmp_path / form).rglob(name)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            groups = torch.load(path)["optimizer"]["optimizer"]["param_groups"]
+        assert [group["offload_fraction"] for group in groups] == [0.5] * 2
 
 
 def test_the_optimizers_of_a_rank_follow_the_sizes() -> None:

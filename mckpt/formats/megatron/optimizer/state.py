@@ -59,6 +59,10 @@ _PLAIN = (
     *("optimizer", "param_groups", "state", "param_state", "param_state_sharding_type"),
     "fp32_from_fp16_params",
 )
+# What the param_groups of a checkpoint have and those of a target do not: the numbers of the
+# parameters of one rank, and classes of --optimizer-cpu-offload, which torch.load refuses. Megatron
+# uses those of the new run.
+_LEFT_OUT = ("params", "cpu_optimizer_cls", "gpu_optimizer_cls")
 # the files, one for each data-parallel rank, of an optimizer that is distributed by layers
 LAYER_WISE = "layer_wise_optimizer_*.pt"
 # the reason to refuse the master copies of a run with --use-precision-aware-optimizer
@@ -189,8 +193,7 @@ def prefix_of(state: str, distributed: bool) -> str:
 def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
     """Returns the param_groups of each optimizer in the `optimizer` of a checkpoint's common state.
 
-    Their lists of parameters are left out: they number the parameters of one rank. Raises
-    SourceError if there are none, and UsageError if the steps are counted elsewhere.
+    Raises SourceError if there are none, and UsageError if the steps are counted elsewhere.
     """
     out = []
     for one in chained(plain):
@@ -211,7 +214,7 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
                 " where Transformer Engine and Apex are missing, and mckpt keeps the count of a"
                 " group only; give --no-optimizer to convert the weights alone"
             )
-        out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
+        out.append([{k: v for k, v in group.items() if k not in _LEFT_OUT} for group in groups])
     return _counted(out)
 
 
