@@ -136,6 +136,35 @@ def test_the_classes_of_an_offloaded_optimizer_are_left_out(saved: Path, tmp_pat
         assert [group["offload_fraction"] for group in groups] == [0.5] * 2
 
 
+@pytest.mark.parametrize("saved", FORMS[:1], indirect=True)
+def test_steps_and_rates_that_are_tensors_are_read(saved: Path, tmp_path: Path) -> None:
+    """Transformer Engine's FusedAdam has these with --optimizer-cuda-graph."""
+    torch = pytest.importorskip("torch")
+
+    def change(path: Path, *steps: int) -> None:
+        common = torch.load(path, weights_only=False)
+        for group in common["optimizer"]["optimizer"]["param_groups"]:
+            group["step"] = torch.tensor(steps, dtype=torch.int32)
+            group["lr"] = torch.tensor(0.125)
+        torch.save(common, path)
+
+    change(saved / "common.pt", 7)
+    args = ("--target-format", "torch", "--target-tp", 1)
+    good("reshard", saved, tmp_path / "files", *args)
+    (path,) = (tmp_path / "files").rglob("model_optim_rng.pt")
+    groups = torch.load(path, weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["lr"]) for group in groups] == [(7, 0.125)] * 2
+    change(path, 8)
+    (path.parents[1] / "mckpt.json").unlink()
+    good("reshard", tmp_path / "files", tmp_path / "out", "--target-format", "torch_dist")
+    (path,) = (tmp_path / "out").rglob("common.pt")
+    groups = torch.load(path, weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["lr"]) for group in groups] == [(8, 0.125)] * 2
+    change(saved / "common.pt", 7, 7)
+    words = "has step in a group, which is a tensor"
+    refused(2, words, args=("reshard", saved, tmp_path / "not", *args))
+
+
 def test_the_optimizers_of_a_rank_follow_the_sizes() -> None:
     order = Registration(experts_apart=(0, 17))
     both = Parallel(tp=2, ep=2, etp=1)

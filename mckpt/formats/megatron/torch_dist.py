@@ -240,7 +240,7 @@ class TorchDist:
         if rest is not None and isinstance(plain, dict):  # Muon, distributed by layers
             plain = {**plain, 1: {"param_groups": rest.groups[0]}}
             layout, stored_keys = carried.joined(layout, rest.layout), stored_keys | rest.keys
-        groups = optimizer.groups_of(plain, self.common.where)
+        groups = optimizer.groups_of(plain, path, data)
         scalers = optimizer.scalers_of(plain, data, path)
         form = self._form() if rest is None else rest.form
         return Optimizer(form, layout, groups, stored_keys, scalers)
@@ -302,14 +302,15 @@ class TorchDist:
         scalers: dict[int, optimizer.Scaler] = {}
         for key, (chain, number, what) in objects.items():
             if what == "optimizer" and chain not in groups:
-                groups[chain] = self.directory.object(key)[0][0]
+                (value, *_), data, path = self._object(key)
+                (groups[chain],) = optimizer.groups_of(value, path, data)
             elif what == optimizer.SCALER and chain not in scalers:
                 (value, *_), data, path = self._object(key)
                 scalers[chain] = optimizer.scalers_of({what: value}, data, path)[0]
             elif what == "per_bucket_numel_unpadded":
                 numels = self.directory.object(key)[0][0]
                 extents = flat.unpadded(extents, numels, chain, number)
-        listed = [groups[chain] for chain in sorted(groups)]
+        listed = [{"param_groups": groups[chain]} for chain in sorted(groups)]
         keys = frozenset(k for k in (*self.metadata.tensors, *objects) if flat.group_of(k))
         return Optimizer(
             form,

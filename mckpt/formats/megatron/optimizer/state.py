@@ -190,9 +190,10 @@ def prefix_of(state: str, distributed: bool) -> str:
     return f"optimizer.state.{name}."
 
 
-def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
+def groups_of(plain: Any, where: str, data: Ranges | None = None) -> list[list[dict[str, Any]]]:
     """Returns the param_groups of each optimizer in the `optimizer` of a checkpoint's common state.
 
+    data: the places of the storages in the file `where`; without it, no entry may be a tensor.
     Raises SourceError if there are none, and UsageError if the steps are counted elsewhere.
     """
     out = []
@@ -214,7 +215,16 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
                 " where Transformer Engine and Apex are missing, and mckpt keeps the count of a"
                 " group only; give --no-optimizer to convert the weights alone"
             )
-        out.append([{k: v for k, v in group.items() if k not in _LEFT_OUT} for group in groups])
+        out.append(
+            [
+                {
+                    k: _number(v, f"{k} in a group", data, where)
+                    for k, v in group.items()
+                    if k not in _LEFT_OUT
+                }
+                for group in groups
+            ]
+        )
     return _counted(out)
 
 
@@ -273,6 +283,22 @@ def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
                 )
             out[-1][name] = number
     return out
+
+
+def _number(value: Any, name: str, data: Ranges | None, path: str) -> Any:
+    """Returns the number of a tensor with one element, and any other value as it is: with
+    --optimizer-cuda-graph, groups have tensors as `step` and `lr`. Raises UsageError for others.
+    """
+    if (view := safe_pickle.as_tensor(value)) is None:
+        return value
+    entry = None if data is None else entry_of(view, data, 0)
+    number = None if entry is None else number_in(entry, path)
+    if entry is None or number is None:
+        raise UsageError(
+            f"{path}: its optimizer has {name}, which is a tensor; give --no-optimizer to convert"
+            " the weights alone"
+        )
+    return int(number) if "int" in entry.dtype else number
 
 
 def number_in(entry: Entry, path: str) -> float | None:

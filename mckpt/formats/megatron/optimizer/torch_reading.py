@@ -154,7 +154,8 @@ def read(source: Source, args: Mapping[str, Any]) -> Optimizer | None:
     problems = Problems(
         f"the optimizer's state of {source.where} does not match its weights:", CURE
     )
-    groups = groups_of(plain, f"{source.where}/{places[0]}/{MODEL}")
+    where = f"{source.where}/{places[0]}/{MODEL}"
+    groups = groups_of(plain, where) if first is None else groups_of(plain, first.path, first.data)
     chain = links(groups)
     found: list[StateBuffer] = []
     for directory, parameters in registered(source, problems):
