@@ -137,6 +137,21 @@ def test_the_classes_of_an_offloaded_optimizer_are_left_out(saved: Path, tmp_pat
 
 
 @pytest.mark.parametrize("saved", FORMS[:1], indirect=True)
+def test_weight_decay_is_kept_under_the_names_of_nemo(saved: Path, tmp_path: Path) -> None:
+    """Megatron's OptimizerParamScheduler multiplies weight decay by group.get("wd_mult", 1.0)."""
+    torch = pytest.importorskip("torch")
+    common = torch.load(saved / "common.pt", weights_only=False)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group |= {f"pre_{name}": group.pop(name) for name in ("lr_mult", "wd_mult")}
+    torch.save(common, saved / "common.pt")
+    good("reshard", saved, tmp_path / "out", "--target-tp", 1)
+    (path,) = (tmp_path / "out").rglob("common.pt")
+    groups = torch.load(path, weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [group.get("wd_mult", 1.0) for group in groups] == [1.0, 0.0]
+    assert [group["pre_wd_mult"] for group in groups] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("saved", FORMS[:1], indirect=True)
 def test_steps_and_rates_that_are_tensors_are_read(saved: Path, tmp_path: Path) -> None:
     """Transformer Engine's FusedAdam has these with --optimizer-cuda-graph."""
     torch = pytest.importorskip("torch")

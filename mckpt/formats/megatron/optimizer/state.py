@@ -63,6 +63,7 @@ _PLAIN = (
 # parameters of one rank, and classes of --optimizer-cpu-offload, which torch.load refuses. Megatron
 # uses those of the new run.
 _LEFT_OUT = ("params", "cpu_optimizer_cls", "gpu_optimizer_cls")
+_RENAMED = ("lr_mult", "wd_mult")  # entries of a group that NeMo calls pre_lr_mult, pre_wd_mult
 # the files, one for each data-parallel rank, of an optimizer that is distributed by layers
 LAYER_WISE = "layer_wise_optimizer_*.pt"
 # the reason to refuse the master copies of a run with --use-precision-aware-optimizer
@@ -215,17 +216,19 @@ def groups_of(plain: Any, where: str, data: Ranges | None = None) -> list[list[d
                 " where Transformer Engine and Apex are missing, and mckpt keeps the count of a"
                 " group only; give --no-optimizer to convert the weights alone"
             )
-        out.append(
-            [
-                {
-                    k: _number(v, f"{k} in a group", data, where)
-                    for k, v in group.items()
-                    if k not in _LEFT_OUT
-                }
-                for group in groups
-            ]
-        )
+        out.append([_group(group, where, data) for group in groups])
     return _counted(out)
+
+
+def _group(group: dict[str, Any], where: str, data: Ranges | None) -> dict[str, Any]:
+    """Returns a param_group with Megatron's names. Its arguments are those of `groups_of`.
+
+    NeMo names two entries otherwise. Megatron finds the group by these names too, but then gives a
+    group without wd_mult the whole weight decay, which norms and biases have not.
+    """
+    kept = {k: v for k, v in group.items() if k not in _LEFT_OUT}
+    renamed = {name: kept[f"pre_{name}"] for name in _RENAMED if f"pre_{name}" in kept}
+    return {k: _number(v, f"{k} in a group", data, where) for k, v in (renamed | kept).items()}
 
 
 def _counted(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
