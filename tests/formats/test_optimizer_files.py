@@ -372,6 +372,17 @@ def test_steps_of_each_parameter_are_refused() -> None:
             groups_of({"optimizer": {"param_groups": groups, "state": state}}, "x")
 
 
+def test_the_group_of_a_parameter_is_refused_where_two_fit() -> None:
+    """As with other learning rates for some layers: both groups decay, and have the same shapes."""
+    groups = [(8, 8), (8, 8), (8,)]
+    place = ("layers.0.mlp.weight", (8, 8), groups)
+    assert links.next_group(*place, [True, True, False], proved=True) == 0
+    assert links.next_group(*place, [True, False, False], proved=False) == 0
+    assert links.next_group("norm.weight", (8,), groups, [True, True, False], proved=False) == 2
+    with pytest.raises(UsageError, match="groups 0 and 1 of the optimizer both have a state of"):
+        links.next_group(*place, [True, True, False], proved=False)
+
+
 def test_missing_state_of_one_weight_is_named(saved: Path, tmp_path: Path) -> None:
     short = tmp_path / "short"
     shutil.copytree(saved, short)

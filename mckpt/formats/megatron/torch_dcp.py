@@ -250,19 +250,20 @@ class TorchDcp:
         self, names: Names, groups: list[list[OptimizerSlot]], problems: Problems
     ) -> States:
         """Returns the states of each weight. The plan's comparison of master copies with weights
-        proves the result.
+        proves the result, if there are any.
         """
         order = names.mapping.registration
         aliases = names_of(b for b in names.bound if b.rule.alias)
         keys = (key for key in self.weights if order.is_parameter(key) and key not in aliases)
         left = [list(slots) for slots in groups]
         decaying = [optimizer.decays(group) for group in self._groups]
+        proved = any(MASTER in slot.keys for slots in groups for slot in slots)
         out: States = {}
         for name in order.sorted(keys):
             key = self.prefix + name
             shape = self.metadata.tensors[key][1]
             following = [slots[0].shape if slots else None for slots in left]
-            number = optimizer.next_group(name, shape, following, decaying)
+            number = optimizer.next_group(name, shape, following, decaying, proved)
             if number is None:
                 problems.missing(
                     f"no group of its optimizer has a state of {list(shape)} next, for {key}"

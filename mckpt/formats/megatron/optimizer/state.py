@@ -413,17 +413,31 @@ def group_of(
 
 
 def next_group(
-    key: str, shape: tuple[int, ...], following: Sequence[Any], decaying: Sequence[bool]
+    key: str,
+    shape: tuple[int, ...],
+    following: Sequence[Any],
+    decaying: Sequence[bool],
+    proved: bool,
 ) -> int | None:
     """Returns the number of the param_group that has the states of a parameter; None if there is
     none. Each group has its parameters in the order of their registration.
 
     following: the shape of the next parameter of each group, None at its end. decaying: whether
-    weight decay applies to each group.
+    weight decay applies to each group. proved: the states have a master copy, whose comparison with
+    the weight will show a wrong group. Without it, raises UsageError if several groups fit.
     """
-    fits = [number for number, own in enumerate(following) if own == shape]
     undecayed = is_undecayed(key, len(shape))
-    return min(fits, key=lambda number: decaying[number] == undecayed, default=None)
+    fits = [number for number, own in enumerate(following) if own == shape]
+    fits.sort(key=lambda number: decaying[number] == undecayed)
+    if not proved and len({decaying[number] for number in fits[:2]}) < len(fits[:2]):
+        raise UsageError(
+            f"groups {fits[0]} and {fits[1]} of the optimizer both have a state of {list(shape)}"
+            f" next, and one of them is that of {key}. The format names no parameter, and there are"
+            " no master copies, which would show the right one. Let Megatron load the checkpoint"
+            " and save it with --ckpt-format torch_dist, or give --no-optimizer to convert the"
+            " weights alone"
+        )
+    return fits[0] if fits else None
 
 
 def masters_alone(layout: Layout) -> Layout:

@@ -404,9 +404,10 @@ def _grouped(
 ) -> Iterator[StateBuffer]:
     """Yields the states of groups, each of which has some of the parameters in their order."""
     decaying = [one.decays for one in groups]
+    proved = any(one.masters for one in groups)
     for p in parameters:
         following = [one.following(p) for one in groups]
-        number = next_group(p.key, p.entry.shape, following, decaying)
+        number = next_group(p.key, p.entry.shape, following, decaying, proved)
         if number is None:
             problems.missing(
                 f"{contents.path}: no group of its optimizer has a state of {list(p.entry.shape)}"
