@@ -267,7 +267,8 @@ class _Model(ModelDescription):
             weight = FACTOR.sub(".weight", key)
             if weight != key and len(shape) > 1:  # A is [rank, in], and B is [out, rank]
                 *axes, rows, columns = found.get(weight, shape)
-                cut = (shape[-2], columns) if key.endswith(ends) else (rows, shape[-1])
+                is_b = any(end in key for end in ends)  # or a section of it
+                cut = (shape[-2], columns) if is_b else (rows, shape[-1])
                 found[weight] = (*axes, *cut)
         return found | {key: shape for key, shape in stored.items() if not FACTOR.search(key)}
 
@@ -336,7 +337,7 @@ def of_files(
     swift = any(key.endswith(rules()["swift"]["factors"]["a"]) for key in shapes)
     program = "swift" if swift else "megatron"
     ends = rules()[program]["factors"]
-    outer = [(key, shape) for key, shape in shapes.items() if key.endswith(f".{ends['b']}")]
+    outer = [(key, shape) for key, shape in shapes.items() if f".{ends['b']}" in key]
     if swift and (whole := [key for key in shapes if f".{rules()[program]['whole']}." in key]):
         raise UsageError.of(
             f"{files.opened.root}: has whole tensors (modules_to_save), which mckpt does not read"
@@ -394,6 +395,16 @@ def of_files(
             " compute the same:",
             lost,
             "Train them at tp 1, or without these modules.",
+        )
+    newer = files.manifest or rules()["megatron"]["since_0_6"] in _section(files, "checkpoint")
+    if not (newer or known) and (found := names.ungated):
+        raise UsageError.of(
+            f"{files.opened.root}: Megatron-Bridge before 0.5.1 stores the rows of the factor B of"
+            f" these weights without a gate in halves of each of the {names.parallel.tp} ranks,"
+            f" later releases do not, and {RUN_CONFIG} does not show that the release was 0.6 or"
+            " later:",
+            found,
+            "Export the adapter to PEFT with the release that saved it.",
         )
     names = replace(names, there=names.found_in(stages))
     every = factors.shared(files.opened.layout(names), names)
@@ -504,10 +515,10 @@ def _alpha(
     )
 
 
-def _section(files: CheckpointFiles) -> Mapping[str, Any]:
-    """Returns the section `peft` of a checkpoint's run_config.yaml; empty without one."""
+def _section(files: CheckpointFiles, name: str = "peft") -> Mapping[str, Any]:
+    """Returns a section of a checkpoint's run_config.yaml; empty without one."""
     path = files.opened.root / RUN_CONFIG
-    section = read_section(path, "peft") if path.exists() else None
+    section = read_section(path, name) if path.exists() else None
     return section if isinstance(section, Mapping) else {}
 
 

@@ -46,6 +46,7 @@ class Module(NamedTuple):
     stem: str  # starts the keys of its factors
     of: tuple[str, ...]  # templates of the weights
     by_rank: bool = False  # B has the rows of each tensor-parallel rank one after the other
+    sections: tuple[Rule, ...] = ()  # of the weight, if B is stored in these too
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,22 @@ class AdapterNames(Names):
         found = [name for module in cut for name in module.of]
         return [INDEX.sub("*", name) for name in found] if self.parallel.tp > 1 else []
 
+    @property
+    def ungated(self) -> list[str]:
+        """Returns the adapted weights of a linear_fc1 without a gate that the ranks cut by rows, if
+        all ranks together have one tensor.
+        """
+        if self.by_swift or self.choices.get("keys") != "global":
+            return []
+        parallel = self.parallel
+        return [
+            INDEX.sub("*", name)
+            for module in self.modules
+            if module.stem.endswith(".linear_fc1.adapter.") and module.bound.rule.tp == "column"
+            if (parallel.expert_tp if "expert" in module.bound.rule.indices else parallel.tp) > 1
+            for name in (module.of if len(module.of) == 1 else ())
+        ]
+
     @cached_property
     def modules(self) -> list[Module]:
         """The adapters of the model."""
@@ -129,7 +146,11 @@ class AdapterNames(Names):
                 found += self._modules(b, stem)
         for stem, several in sections.items():
             of = tuple(name for b in several for name in b.rule.of)
-            found += self._by_rank(several[0], of, stem)
+            one = self._by_rank(several[0], of, stem)
+            if stem.endswith(tuple(rules()[self.program].get("sections", ()))) and not self.dora:
+                rows = tuple(b.rule for b in several)
+                one = (module._replace(by_rank=False, sections=rows) for module in one)
+            found += one
         return found if self.there is None else [m for m in map(self._there, found) if m]
 
     def _of_tower(self, b: Bound, stem: str) -> Iterator[Module]:
@@ -252,7 +273,7 @@ class AdapterNames(Names):
         for module in self.modules:
             stem = module.stem if module.bound.rule.stack else f"{len(stacks)}"
             stacks.setdefault(stem, []).append(module)
-        for (b, stem, of, _), *more in stacks.values():
+        for (b, stem, of, _, sections), *more in stacks.values():
             rule, rank = b.rule._replace(dtype=None, transposed=False), self.rank_of(of[0])
             of = (*of, *(name for module in more for name in module.of))
             rest_tp = "replicated" if self.by_swift or self._is_plain(rule) else "column"
@@ -271,7 +292,15 @@ class AdapterNames(Names):
                 of=tuple(name_of(name, B, rank) for name in of),
                 tp=rule.tp if rule.tp in ("vocab", "column") else rest_tp,
             )
-            for one in (a, rest):
+            parts = [
+                section._replace(
+                    key=rest.key + section.key.rpartition(".weight")[2],
+                    of=tuple(name_of(name, B, rank) for name in section.of),
+                    dtype=None,
+                )
+                for section in sections
+            ]
+            for one in (a, *(parts or [rest])):
                 if self.outer_factors.isdisjoint(one.of):
                     out.append(b._replace(rule=one))
                 else:

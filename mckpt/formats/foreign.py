@@ -29,10 +29,11 @@ VALUE_HEAD = "v_head."  # starts the names of TRL's value head, which is beside 
 _LORA = pattern(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
 
 # Ends of the keys of the factors of adapters, those of Megatron-Bridge and of ms-swift
-# (mappings/adapters.yaml), and the part that the keys of the weights below them have in memory
+# (mappings/adapters.yaml), and the part that the keys of the weights below them have in memory. A
+# factor B may be in sections, whose names follow.
 FACTOR = pattern(
     r"\.(?:(?:adapter\.(?:adapter_\w+\.)?)?linear_(?:in|out)\.weight|adapter\.weight_magnitude"
-    r"|lora_[AB]\.default\.weight)$"
+    r"|lora_[AB]\.default\.weight)(?=$|(?<=linear_out\.weight)\.\w+$)"
 )
 _WRAPPED = ".to_wrap."
 

@@ -38,7 +38,7 @@ from mckpt.options import SourceOptions, TargetOptions
 from tests.helpers import adapters, lora, tiny
 from tests.helpers.commands import Pt, edit_json, good, refused, save_pt
 from tests.helpers.commands import mckpt as run
-from tests.helpers.tiny import FIXTURES, unpack
+from tests.helpers.tiny import FIXTURES, TinyModel, unpack
 
 QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
 # the case, the layout that its modules need, and the dialect in which Megatron-Bridge has the model
@@ -678,6 +678,57 @@ def test_rows_by_rank_need_the_tp_of_the_file(tmp_path: Path) -> None:
             refused(code, "in the order of the tensor-parallel ranks", args=read)
         else:
             good(*read)
+
+
+def test_a_mamba_has_the_factor_b_in_the_sections_of_the_weight(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Megatron-Bridge saves the rows of z, x, B, C and dt apart (ParallelLinearAdapter); these are
+    the rows of in_proj of transformers from the first on. tests/judge/test_bridge_adapters.py asks
+    Megatron-Bridge.
+    """
+    base, there = tiny_model("nemotron_h", "float32"), tmp_path / "there"
+    made = adapters.factors(adapters.modules(base, "in_proj"))
+    adapter = adapters.write(tmp_path / "adapter", made)
+    good("adapter", "to-megatron", adapter, base, there, "--tp", 2)
+    found = entries(there / "release")
+    first = 0
+    for section, rows in {"z": 96, "x": 96, "B": 80, "C": 80, "dt": 16}.items():
+        key = f"decoder.layers.2.mixer.in_proj.adapter.linear_out.weight.{section}"
+        b = made["base_model.model.backbone.layers.2.mixer.in_proj.lora_B.weight"]
+        assert np.array_equal(found[key], b[first : first + rows])
+        first += rows
+    assert first == len(b)
+    good("adapter", "reshard", there, tmp_path / "pp2", "--target-tp", 4, "--target-pp", 2)
+    for place in (there, tmp_path / "pp2"):
+        good("adapter", "to-hf", place, tmp_path / "back", "--overwrite")
+        back = adapters.weights(tmp_path / "back")
+        assert back.keys() == made.keys()
+        assert all(np.array_equal(back[key], made[key]) for key in made)
+
+
+def test_rows_of_an_fc1_without_a_gate_need_a_release_that_does_not_halve_them(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Megatron-Bridge up to 0.5.0 saves each linear_fc1 as if it had a gate
+    (ParallelLinearAdapter.sharded_state_dict).
+    """
+    base, there = tiny_model("nemotron", "float32"), tmp_path / "there"
+    adapter = adapters.write(
+        tmp_path / "adapter", adapters.factors(adapters.modules(base, "up_proj"))
+    )
+    read = ("adapter", "to-hf", there, tmp_path / "back", "--like", base, "--overwrite")
+    for tp in (1, 2):
+        good("adapter", "to-megatron", adapter, base, there, "--tp", tp, "--overwrite")
+        good(*read)
+        (there / "release/mckpt.json").unlink()
+        if tp == 1:
+            good(*read)
+    refused(2, "before 0.5.1", "mlp.up.weight", args=read)
+    with (there / "release/run_config.yaml").open("a") as file:
+        file.write("checkpoint:\n  also_save_hf_checkpoint: false\n")
+    good(*read)
+    assert lora.same(tmp_path / "back", adapter)
 
 
 def entries(directory: Path) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> dict[str, A
     from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
     from megatron.bridge.training.utils.checkpoint_utils import read_run_config
     from megatron.bridge.utils.instantiate_utils import instantiate
+    from megatron.core.transformer.enums import AttnBackend
 
     from mckpt import live
 
@@ -130,6 +131,7 @@ def judge(case: dict[str, Any], sizes: dict[str, int], out: Path) -> dict[str, A
     provider.bf16 = provider.fp16 = False
     provider.moe_token_dispatcher_type = "alltoall"
     provider.deterministic_mode = True
+    provider.attention_backend = AttnBackend.auto  # that of Nemotron-H is flash
     provider.should_pad_vocab = sizes["tp"] > 1
     provider.mtp_num_layers = None  # transformers has no such layers
     for fusion in ("apply_rope", "moe_permute", "moe_router", "bias_activation", "bias_dropout"):
