@@ -16,7 +16,8 @@ from mckpt.errors import UsageError
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Dims
+from mckpt.mapping import Dims, plain
+from mckpt.mapping.schema import schema
 from mckpt.values.adding import FACTORS
 from mckpt.values.element import SUM
 from mckpt.values.summing import Sum
@@ -121,12 +122,12 @@ class RepeatHeads(Edit):
     def dims(self, dims: Dims) -> Dims:
         refuse_other_heads(dims)
         groups = dims["num_query_groups"] * self.times
-        if self.times < 2 or dims["num_heads"] % groups:
+        each = [n * self.times for n in dims["query_groups"]]
+        if self.times < 2 or any(dims["num_heads"] % n for n in {groups, *each}):
             raise UsageError(
                 f"kv_heads: {dims['num_query_groups']} heads times {self.times} do not divide the"
                 f" {dims['num_heads']} heads of the queries"
             )
-        each = [n * self.times for n in dims["query_groups"]]
         return {**dims, "num_query_groups": groups, "query_groups": each}
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
@@ -158,8 +159,10 @@ def refuse_other_heads(dims: Dims) -> None:
 
 def width_of(name: str, dims: Dims) -> int:
     """Returns the rows of one head of a tensor with heads of keys or values, else 0."""
-    found = re.fullmatch(r"layers\.\{layer\}\.attn\.([kv])\.(weight|bias)(@.*)?", name)
-    return int(dims["head_dim" if found[1] == "k" else "v_head_dim"]) if found else 0
+    found = re.fullmatch(r"layers\.\{layer\}\.attn\.([kv])\.(weight|bias)(@.*)?", plain(name))
+    if not found:
+        return 0
+    return int(schema().of_shape(name, dims)["head_dim" if found[1] == "k" else "v_head_dim"])
 
 
 def _spread(piece: Piece, width: int, times: int, at: int) -> Iterator[Piece]:
@@ -201,7 +204,11 @@ class MeanHeads(Edit):
     def dims(self, dims: Dims) -> Dims:
         refuse_other_heads(dims)
         old = dims["num_query_groups"]
-        if not 0 < self.mean < old or old % self.mean:
+        if (
+            not 0 < self.mean < old
+            or old % self.mean
+            or any(n % (old // self.mean) for n in dims["query_groups"])
+        ):
             raise UsageError(f"kv_heads: mean {self.mean}: does not divide the {old} heads")
         each = [n * self.mean // old for n in dims["query_groups"]]
         return {**dims, "num_query_groups": self.mean, "query_groups": each}

@@ -12,7 +12,8 @@ from mckpt.editing.edits import EXACT, KEPT, Edit
 from mckpt.editing.pieces import again, is_moment, zeroed
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import ZEROS, Layout, Stored
-from mckpt.mapping import Dims
+from mckpt.mapping import Dims, plain
+from mckpt.mapping.schema import SHAPE, schema
 
 LAYER = "{layer}"
 # dims that are lists, and not one value for each layer
@@ -110,13 +111,40 @@ class Layers(Edit):
                     )
             stored += again(s, heard)
             stored += _silent(s, silent, layout.shapes, files.index(ZEROS))
-        return replace(
+        out = replace(
             layout,
             files=files,
             stored=stored,
             dropped=dropped,
             ignored={**layout.ignored, **dropped},
         )
+        return _numbered(out, dims, self.dims(dims))
+
+
+def _numbered(layout: Layout, before: Dims, after: Dims) -> Layout:
+    """Returns the layout with the numbers of shapes that the templates have in the edited model,
+    which may lack layers of a shape.
+    """
+    old, new = (sorted(set(schema().sizes(dims))) for dims in (before, after))
+    if old == new:
+        return layout
+    marks = {
+        n: 0 if len(new) == 1 else new.index(sizes) + 1
+        for n, sizes in enumerate(old, 1)
+        if sizes in new
+    }
+
+    def renamed(name: str) -> str:
+        weight, at, state = plain(name).partition("@")
+        return f"{weight}{SHAPE * marks.get(name.count(SHAPE), 0)}{at}{state}"
+
+    stored = [
+        replace(s, pieces=tuple(p._replace(tensor=renamed(p.tensor)) for p in s.pieces))
+        for s in layout.stored
+    ]
+    held = {p.tensor for s in layout.stored for p in s.pieces}
+    shapes = {renamed(name): shape for name, shape in layout.shapes.items() if name in held}
+    return replace(layout, stored=stored, shapes=shapes)
 
 
 def refuse_apart(edit: str, dims: Dims) -> None:
@@ -134,7 +162,9 @@ def _silent(
     s: Stored, rows: Sequence[tuple[int, int]], shapes: Mapping[str, tuple[int, ...]], zeros: int
 ) -> Iterator[Stored]:
     """Yields stored tensors of silent layers: their outputs are zero, and so are the moments."""
-    quiet = {p.tensor for p in s.pieces if OUTPUTS.fullmatch(p.tensor) or is_moment(p.tensor)}
+    quiet = {
+        p.tensor for p in s.pieces if OUTPUTS.fullmatch(plain(p.tensor)) or is_moment(p.tensor)
+    }
     heard = tuple(p for p in s.pieces if p.tensor not in quiet)
     if heard:
         yield from again(replace(s, pieces=heard, view=s.view or bool(quiet)), rows)

@@ -94,6 +94,13 @@ def join(source: Layout, target: Layout) -> Joined:
     problems += [f"target: {p}" for p in _prove(target, layers, experts)]
     stored, placed = (_present(layout, layers, experts) for layout in (source, target))
     problems += _compare(stored, placed, experts)
+    # the rows of the vocabulary may be more in a target that has padding
+    problems += [
+        f"{name.format(layer='{layer}', expert='{expert}')} is {list(shape)} in the source, and"
+        f" {list(target.shapes[name])} in the target"
+        for name, shape in source.shapes.items()
+        if "{layer}" in name and target.shapes.get(name, shape) != shape
+    ]
     if problems:
         raise CoverError.of(
             "the plan would not use each source element and write each target element once:",

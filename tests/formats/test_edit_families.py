@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import mckpt
 from mckpt.errors import UsageError
+from tests.formats.test_edit import same, with_layers
 from tests.helpers import made_models, tiny
 from tests.helpers.tiny import TinyModel
 
@@ -109,3 +112,27 @@ def blocks(directory: Path) -> list[dict[str, Any]]:
         "block_configs"
     ]
     return found
+
+
+@pytest.mark.parametrize("case", ["llama_nemotron", "mimo_v2_flash", "gemma4"])
+def test_layers_of_several_shapes(case: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model(case, "float32")
+    before, dims = load_file(source / "model.safetensors"), mckpt.open(source).dims
+    mckpt.edit(source, tmp_path / "heads", ["kv_heads: {times: 2}"])
+    wanted = dict(before)
+    for name, tensor in before.items():
+        if found := re.search(r"\.layers\.(\d+)\.self_attn\.([kv])_proj\.weight$", name):
+            widths = dims["head_dims" if found[2] == "k" else "v_head_dims"]
+            heads = np.split(tensor, len(tensor) // widths[int(found[1])])
+            wanted[name] = np.concatenate([head for head in heads for _ in range(2)])
+    same(tmp_path / "heads", wanted)
+    silent = [f"layers: {{silent_after: 0-{dims['num_layers'] - 1}}}"]
+    mckpt.edit(source, tmp_path / "silent", silent)
+    order = [(n, quiet) for n in range(dims["num_layers"]) for quiet in (False, True)]
+    decoder = {name: t for name, t in before.items() if "mtp" not in name}
+    written = load_file(tmp_path / "silent" / "model.safetensors")
+    for name, tensor in with_layers(decoder, order, dims["num_layers"]).items():
+        assert written[name].tobytes() == tensor.tobytes(), name
+    if case == "llama_nemotron":  # the widths are 512, 256, any and 256
+        mckpt.edit(source, tmp_path / "one", ["layers: {drop: [1, 3]}"])
+        same(tmp_path / "one", with_layers(before, [(0, False), (2, False)], 4))

@@ -378,6 +378,18 @@ def test_a_missing_shard_is_refused() -> None:
     )
 
 
+def test_a_tensor_of_another_shape_is_refused() -> None:
+    def of(shape: tuple[int, int]) -> Layout:
+        form = Form(1)
+        box, name = Box((0, 0), shape), "layers.{layer}.o.weight"
+        form.add("o", shape, [Piece(name, box, 0, (shape[1], 1))])
+        return replace(form.layout(), shapes={name: shape})
+
+    for source, target in ((4, 8), (8, 4)):
+        words = f"o.weight is [{source}, 3] in the source, and [{target}, 3] in the target"
+        assert words in refused(of((source, 3)), of((target, 3)))
+
+
 def test_a_duplicate_is_refused() -> None:
     layout = plain().layout()
     layout.stored.append(next(s for s in layout.stored if s.key.startswith("layers.{layer}.o")))
