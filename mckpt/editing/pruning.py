@@ -6,6 +6,7 @@ Which ones stay is decided elsewhere, by a calibration, and given as lists of in
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,6 +45,9 @@ AXES = {
     HIDDEN: Axis("elements of the residual stream", "hidden_size", ("hidden_size",), ""),
 }
 Indices = tuple[int, ...]
+# bytes of memory for the ranges of elements that are kept, of all layers: the most, and those that
+# a range and its copy in a layer take
+MOST, RANGE, COPY = 2 << 30, 1000, 200
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Prune(Edit):
                 shapes[name] = (*own[:axis], shape[axis] * size // old, *own[axis + 1 :])
                 if size < old and "@" not in name:
                     dropped[f"{what} of {plain(name)}"] = why
-        stored = list[Stored]()
+        stored, left = list[Stored](), MOST
         for s in layout.stored:
             by_expert = what == EXPERTS and any("{expert}" in p.tensor for p in s.pieces)
             if not by_expert and not any(p.tensor in axes for p in s.pieces):
@@ -182,10 +186,16 @@ class Prune(Edit):
                     if by_expert:
                         stored += _experts(part, kept, dropped, why)
                         continue
-                    pieces = [
-                        q for p in s.pieces for q in _kept(p, axes.get(p.tensor, []), kept, old)
-                    ]
-                    stored += [replace(part, pieces=tuple(pieces), view=True)] if pieces else []
+                    cut = (q for p in s.pieces for q in _kept(p, axes.get(p.tensor, []), kept, old))
+                    each = RANGE + COPY * len(part)
+                    pieces = tuple(itertools.islice(cut, left // each + 1))
+                    if (left := left - each * len(pieces)) < 0:
+                        raise UsageError(
+                            f"prune: {what}: the elements that are kept are so many short ranges"
+                            f" that their copies need more than {MOST >> 30} GiB of memory; keep"
+                            " longer ranges, or prune one axis at a time, each by an `mckpt edit`"
+                        )
+                    stored += [replace(part, pieces=pieces, view=True)] if pieces else []
         ignored = {**layout.ignored, **dropped}
         return replace(layout, stored=stored, shapes=shapes, dropped=dropped, ignored=ignored)
 
@@ -212,12 +222,13 @@ def _experts(s: Stored, kept: Indices, dropped: dict[str, str], why: str) -> Ite
 
 def _kept(
     piece: Piece, axes: Sequence[tuple[int, int, int]], kept: Indices, old: int
-) -> list[Piece]:
-    """Returns the parts of a piece that are kept of some axes of its tensor."""
-    found = [piece]
-    for axis in axes:
-        found = [part for one in found for part in _taken(one, *axis, kept, old)]
-    return found
+) -> Iterator[Piece]:
+    """Yields the parts of a piece that are kept of some axes of its tensor."""
+    if not axes:
+        yield piece
+        return
+    for part in _kept(piece, axes[:-1], kept, old):
+        yield from _taken(part, *axes[-1], kept, old)
 
 
 def _taken(

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import mckpt
-from mckpt.editing import steps
+from mckpt.editing import pruning, steps
 from mckpt.editing.edits import edited
 from mckpt.editing.pruning import Prune
 from tests.formats.test_edit import Tensors, made, same, written
@@ -279,6 +279,25 @@ def test_the_logits_of_experts_that_no_token_chose_are_the_same(tmp_path: Path) 
     # sums in another order: those of the router's matrix, which is smaller, and those of units
     assert (before - after).abs().max() < 1e-5
     assert (before - units_moved).abs().max() < 1e-5
+
+
+def test_too_many_short_ranges_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both axes at once give the product of their ranges, and one after the other the sum."""
+    monkeypatch.setattr(pruning, "MOST", 3_000_000)
+    source, out = made("qwen3", tmp_path), tmp_path / "out"
+    dims = mckpt.open(source).dims
+    ffn = {"ffn": [*range(0, dims["ffn_size"], 2)]}
+    hidden = {"hidden": [*range(0, dims["hidden_size"], 2)]}
+    for number, what in enumerate([ffn | hidden, ffn, hidden]):
+        (tmp_path / f"{number}.json").write_text(json.dumps(what))
+    both, first, second = (f"prune: {tmp_path}/{number}.json" for number in range(3))
+    refused(2, "prune one axis at a time", args=("edit", source, out, "--edit", both))
+    assert not out.exists()
+    good("edit", source, tmp_path / "half", "--edit", first)
+    good("edit", tmp_path / "half", out, "--edit", second)
+    monkeypatch.undo()
+    good("edit", source, tmp_path / "both", "--edit", both)
+    good("diff", tmp_path / "both", out)
 
 
 def test_several_axes_at_once(tmp_path: Path) -> None:
