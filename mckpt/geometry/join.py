@@ -96,8 +96,7 @@ def join(source: Layout, target: Layout) -> Joined:
     problems += _compare(stored, placed, experts)
     # the rows of the vocabulary may be more in a target that has padding
     problems += [
-        f"{name.format(layer='{layer}', expert='{expert}')} is {list(shape)} in the source, and"
-        f" {list(target.shapes[name])} in the target"
+        f"{name} is {list(shape)} in the source, and {list(target.shapes[name])} in the target"
         for name, shape in source.shapes.items()
         if "{layer}" in name and target.shapes.get(name, shape) != shape
     ]
