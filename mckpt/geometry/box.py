@@ -361,15 +361,13 @@ def moves(source: Piece, target: Piece) -> list[Move]:
     box = overlap(source.box, target.box)
     if box is None:
         return []
-
-    def base(piece: Piece) -> int:
-        return piece.start + sum(
-            (o - p) * s for o, p, s in zip(box.offset, piece.box.offset, piece.strides, strict=True)
-        )
-
+    src, dst = source.start, target.start
     # (size, source stride, target stride); axes are merged if they are contiguous on both sides
     axes: list[tuple[int, int, int]] = []
-    for n, s, t in zip(box.shape, source.strides, target.strides, strict=True):
+    ends = zip(source.box.offset, source.strides, target.box.offset, target.strides, strict=True)
+    for n, at, (a, s, b, t) in zip(box.shape, box.offset, ends, strict=True):
+        src += (at - a) * s
+        dst += (at - b) * t
         if n == 1:
             continue
         if axes and axes[-1][1] == n * s and axes[-1][2] == n * t:
@@ -380,9 +378,9 @@ def moves(source: Piece, target: Piece) -> list[Move]:
     rows, src_pitch, dst_pitch = axes.pop() if axes else (1, 0, 0)
     out = []
     for index in itertools.product(*(range(n) for n, _, _ in axes)):
-        src = base(source) + sum(i * s for i, (_, s, _) in zip(index, axes, strict=True))
-        dst = base(target) + sum(i * t for i, (_, _, t) in zip(index, axes, strict=True))
-        out.append(Move(rows, run, src, src_pitch, src_step, dst, dst_pitch, dst_step))
+        from_ = src + sum(i * s for i, (_, s, _) in zip(index, axes, strict=True))
+        to = dst + sum(i * t for i, (_, _, t) in zip(index, axes, strict=True))
+        out.append(Move(rows, run, from_, src_pitch, src_step, to, dst_pitch, dst_step))
     return out
 
 
