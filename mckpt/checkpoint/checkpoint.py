@@ -49,8 +49,8 @@ class Addition(ABC):
         """Returns the directory of the adapter, or of the checkpoint."""
 
     def made_of(self, file: str) -> Sequence[str]:
-        """Returns the files of which a file of the layout was made, itself if it is no temporary
-        one.
+        """Returns the files of the source that a file of the layout depends on. For most files this
+        is the file itself; a temporary file was made of others, or of none.
         """
         return (file,)
 

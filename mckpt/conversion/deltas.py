@@ -238,7 +238,8 @@ class _Making:
             views = memory[:size], memory[step : step + size]
             for side, view in zip(self.sides, views, strict=True):
                 side.fill(row.key, start, view)
-            for one, view in zip(sums, views, strict=False):  # strict=False: the second reading
+            # strict=False: a second reading has no sums, which the first one has computed
+            for one, view in zip(sums, views, strict=False):
                 one.update(view)
             yield start, np.frombuffer(views[0], "u1"), np.frombuffer(views[1], "u1")
             self.done += size if sums else 0

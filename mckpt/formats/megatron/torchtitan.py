@@ -90,7 +90,7 @@ class Torchtitan(TorchAdam):
         return found, {self.saved.number_at(key) for key in keys if key in tensors}
 
     @cached_property
-    def iteration(self) -> int | None:  # type: ignore[override]  # an attribute of the base
+    def iteration(self) -> int | None:  # type: ignore[override]  # the base sets it as an attribute
         known = TRAIN_STEP in self.saved.metadata.tensors
         return int(self.saved.number_at(TRAIN_STEP)) if known else None
 
