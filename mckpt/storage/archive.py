@@ -15,15 +15,14 @@ import io
 import os
 import posixpath
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import SourceError
 from mckpt.storage import descriptors, sparse_copy
 from mckpt.storage.files import unreadable
 from mckpt.storage.sparse_copy import SparseCopy
-from mckpt.storage.stores import Object
+from mckpt.storage.stores import Object, ReadOnly
 
 _GZIP = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
@@ -42,8 +41,8 @@ _LONGEST = 1 << 20
 _NESTED = 8
 
 
-class Archive:
-    """The members of a tar file. They are only read."""
+class Archive(ReadOnly):
+    """The members of a tar file."""
 
     note = ""  # what a plan states about the archive
 
@@ -55,6 +54,7 @@ class Archive:
             machine has unpacked the archive.
         """
         self.path = self.tar = path
+        self.refusal = f"{path}: is an archive, which mckpt only reads"
         try:
             if _is_compressed(path):
                 self.tar = tar if tar is not None and tar.is_file() else _unpacked(path)
@@ -105,12 +105,6 @@ class Archive:
                 return file.read(nbytes)
         except OSError as e:
             raise unreadable(self.path, e) from e
-
-    def write(self, name: str, data: bytes | Path) -> str:
-        raise UsageError(f"{self.path}: is an archive, which mckpt only reads")
-
-    def remove(self, names: Iterable[str]) -> None:
-        raise UsageError(f"{self.path}: is an archive, which mckpt only reads")
 
 
 class _OpenFile(io.RawIOBase):

@@ -82,6 +82,18 @@ class Store(Protocol):
         """Removes objects; those that are not there are ignored."""
 
 
+class ReadOnly:
+    """The methods of a store that is only read."""
+
+    refusal: str  # of a write
+
+    def write(self, name: str, data: bytes | Path) -> str:
+        raise UsageError(self.refusal)
+
+    def remove(self, names: Iterable[str]) -> None:
+        raise UsageError(self.refusal)
+
+
 def open_store(url: Url) -> Store:
     """Returns the store of a URL, with credentials that its library finds.
 

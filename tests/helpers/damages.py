@@ -99,6 +99,7 @@ def copied(old: str, new: str) -> Damage:
 
 Command = tuple[object, ...]
 WEIGHTS: Command = ("megatron-to-hf",)
+CHUNK = re.compile(r"[\d.]+")
 BOTH: tuple[Command, ...] = (WEIGHTS, ("reshard", "--dtype", "bf16"))  # the optimizer too
 
 
@@ -156,10 +157,13 @@ def of_each_file(
 
 
 def _some(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yields the files among `paths`, of one name at most two in directories beside each other."""
+    """Yields the files among `paths`, of one name at most two in directories beside each other. The
+    names of chunks, such as 0.3.0, differ in their numbers alone.
+    """
     seen = Counter[tuple[Path, str]]()
     for path in filter(Path.is_file, paths):
-        seen[alike := (path.parent.parent, path.name)] += 1
+        name = re.sub(r"\d+", "0", path.name) if CHUNK.fullmatch(path.name) else path.name
+        seen[alike := (path.parent.parent, name)] += 1
         if seen[alike] <= 2:
             yield path
 

@@ -904,11 +904,11 @@ def test_arrays_of_orbax_are_read_from_the_store(
     good("megatron-to-hf", items, tmp_path / "hf", "--like", SRC)
     assert good("diff", SRC, tmp_path / "hf").out.startswith("the same to the last bit")
     log = server.control()["log"]
-    json_api = "/storage/v1/b/maxtext-gs/o/run%2Fitems%2Fd%2F"
-    asked = json_api if cloud == "gs" else f"/{runs}/run/items/d/"
+    json_api = "/storage/v1/b/maxtext-gs/o/run%2Fitems%2Fparams.params."
+    asked = json_api if cloud == "gs" else f"/{runs}/run/items/params.params."
     assert any(f"GET {asked}" in line for line in log), log
     for name, path in server.keys(runs).items():
-        if "/d/" not in name and not name.endswith(("/manifest.ocdbt", "/_METADATA")):
+        if not name.endswith(("wo.kernel/0.1.0", "wo.kernel/zarr.json", "/_METADATA")):
             continue
         raw = path.read_bytes()
         path.write_bytes(raw[: len(raw) // 2])

@@ -13,9 +13,9 @@ scan_layers is false: then the keys have their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
@@ -25,10 +25,9 @@ from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.orbax_arrays import METADATA, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
 from mckpt.formats.megatron.torch_dist import TorchDist
-from mckpt.formats.scaling import scaled
+from mckpt.formats.scaling import with_factors
 from mckpt.geometry.box import Layout, row_major
 from mckpt.mapping import Bound
-from mckpt.values.dtypes import itemsize
 
 
 def place(path: Path) -> Path:
@@ -36,34 +35,30 @@ def place(path: Path) -> Path:
     return path / ITEMS if (path / ITEMS / METADATA).is_file() else path
 
 
-def open_directory(path: Path) -> Orbax:
-    return Orbax(path)
+class _View(NamedTuple):
+    """How an array is read."""
+
+    order: tuple[int, ...]  # of its axes in the file: the layers first
+    shape: tuple[int, ...]  # as its rule has it
+    turned: bool = False  # the last two axes of `shape` are in the other order in the file
 
 
 class _Directory(Chunked):
     """The arrays as whole chunks, in a directory with a file for each."""
 
-    def __init__(
-        self,
-        arrays: Arrays,
-        orders: Mapping[str, tuple[int, ...]],
-        shapes: Mapping[str, tuple[int, ...]],
-        turned: Collection[str],
-    ) -> None:
-        """orders: of the axes in the files. shapes: of arrays as their rules have them. turned: the
-        arrays whose files have the last two of these axes in the other order.
-        """
+    def __init__(self, arrays: Arrays, views: Mapping[str, _View]) -> None:
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
-        for key, array in arrays.arrays.items():
-            shape = shapes.get(key, array.shape)
+        for key, array in arrays.opened.items():
+            shape = views[key].shape if key in views else array.shape
             at = (0,) * len(shape)
-            tensors[key] = (array.dtype, shape, [(at, shape)])
-            items[key, at] = (key, 0, math.prod(shape) * itemsize(array.dtype))
-        super().__init__(arrays.in_order(orders), Metadata(tensors, arrays.others, items, {}))
-        self.turned = turned
+            tensors[key] = (array.dtype.name, shape, [(at, shape)])
+            items[key, at] = (key, 0, arrays.objects[key].size)
+        root = arrays.in_order({key: view.order for key, view in views.items()})
+        super().__init__(root, Metadata(tensors, arrays.others, items, {}))
+        self.views = views
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        if key not in self.turned:
+        if not self.views[key].turned:
             return None
         *lead, rows, columns = sizes
         return (*row_major((*lead, columns, rows))[:-2], 1, rows)
@@ -78,48 +73,41 @@ class Orbax(TorchDist):
 
     def __init__(self, path: Path) -> None:
         self.arrays = Arrays(place(path))
-        super().__init__(_Directory(self.arrays, {}, {}, ()), FORMAT)
+        super().__init__(_Directory(self.arrays, {}), FORMAT)
         self.root = path
 
     def layout(self, names: Names) -> Layout:
-        scope, factors, turned = names.scope(), dict[str, float](), set[str]()
-        shapes, orders = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
-        for b in names.bound:
-            if b.rule.scale is not None:
-                factors[b.rule.key] = 1 / b.rule.scale(scope)
-            inner, lead = stored_shape(b.rule, packed(b.rule, scope)), len(b.axes(scope))
-            for key in (key for key, _ in b.global_keys() if key in self.arrays.arrays):
-                order, shape, fits = _in_order(b, self.arrays.arrays[key].shape, scope)
-                if fits and b.rule.transposed:  # the file has long ranges of the matrix's rows
-                    turned.add(key)
-                    ends = (math.prod(shape[lead:n]) for n in range(lead, len(shape)))
-                    end = lead + [*ends].index(inner[0])
-                    order = (*order[:lead], *order[end:], *order[lead:end])
-                orders[key], shapes[key] = order, (*shape[:lead], *inner) if fits else shape
-        self.directory = _Directory(self.arrays, orders, shapes, turned)
+        scope, opened = names.scope(), self.arrays.opened
+        views = {
+            key: _view(b, opened[key].shape, scope)
+            for b in names.bound
+            for key, _ in b.global_keys()
+            if key in opened
+        }
+        self.directory = _Directory(self.arrays, views)
         self.metadata = self.directory.metadata
-        layout = super().layout(names)
-        layout.stored = [
-            scaled(s, factors[s.key]) if s.key in factors else s for s in layout.stored
-        ]
-        return layout
+        factors = {name: 1 / factor for name, factor in names.factors.items()}
+        return with_factors(super().layout(names), factors)
 
     def optimizer(self, names: Names) -> None:
         """Returns None: the state of MaxText's optimizer is not read."""
 
 
-def _in_order(
-    b: Bound, shape: tuple[int, ...], scope: dict[str, Any]
-) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Returns the axes of an array, that of the layers first; its shape with the axes in this
-    order; and whether that is the shape that its rule states.
-    """
-    order = tuple(range(len(shape)))
-    if "layer" in b.rule.stacked() and len(shape) > 1:
+def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any]) -> _View:
+    """Returns how an array of this shape is read."""
+    order = tuple(range(len(stored)))
+    if "layer" in b.rule.stacked() and len(stored) > 1:
         order = (1, 0, *order[2:])
-    shape = tuple(shape[axis] for axis in order)
-    own = tuple(e(scope) for e in b.rule.shape) or stored_shape(b.rule, packed(b.rule, scope))
-    return order, shape, shape == (*b.axes(scope), *own)
+    shape = tuple(stored[axis] for axis in order)
+    axes, inner = b.axes(scope), stored_shape(b.rule, packed(b.rule, scope))
+    own, lead = tuple(e(scope) for e in b.rule.shape) or inner, len(axes)
+    if shape != (*axes, *own):  # an error, or a vocabulary with padding
+        return _View(order, shape)
+    if b.rule.transposed:  # the file has long ranges of the matrix's rows
+        ends = (math.prod(shape[lead:n]) for n in range(lead, len(shape)))
+        end = lead + [*ends].index(inner[0])
+        order = (*order[:lead], *order[end:], *order[lead:end])
+    return _View(order, (*axes, *inner), b.rule.transposed)
 
 
 FORMAT = Format(
@@ -127,9 +115,9 @@ FORMAT = Format(
     f"{METADATA} of Orbax",
     megatron=True,
     detect=lambda path: (place(path) / METADATA).is_file(),
-    open=open_directory,
+    open=Orbax,
     lay_out=lay_out,
-    parts=(f"{ITEMS}/*", f"{ITEMS}/d/*", "_CHECKPOINT_METADATA", "commit_success.txt"),
+    parts=(f"{ITEMS}/*", f"{ITEMS}/*/*", "_CHECKPOINT_METADATA", "commit_success.txt"),
     global_keys=True,
     layer_keys=True,
     last=f"{ITEMS}/{METADATA}",

@@ -11,21 +11,21 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mckpt.errors import MissingExtra, SourceError, UsageError, shown
 from mckpt.geometry.box import range_boxes
 from mckpt.lazy import numpy as np
 from mckpt.storage import sparse_copy
 from mckpt.storage.files import read_json, stamp
-from mckpt.storage.stores import Object
+from mckpt.storage.stores import Object, ReadOnly
 from mckpt.values.dtypes import TABLE, cast, itemsize
 
 METADATA = "_METADATA"
-MANIFEST = "manifest.ocdbt"
+SHAPE = "write_shape"
 WEIGHTS = "params"  # begins the names of the weights: once in MaxText's form for NNX, else twice
 NNX = ".value"  # and ends them in that form
 # bytes of decoded chunks that are kept: the next read may be of the same chunk
@@ -34,65 +34,64 @@ CACHE, CHUNKS = 64 << 20, 3
 MALLOC = {"mmap_max": (-4, 0), "trim_threshold": (-1, 256 << 20), "arena_max": (-8, 1)}
 
 
-class Array(NamedTuple):
-    """An array of the checkpoint."""
+class Arrays(ReadOnly):
+    """The arrays with the weights of a checkpoint, as a store: an object has the elements of an
+    array in C order.
+    """
 
-    dtype: str
-    shape: tuple[int, ...]
-    opened: Any  # by tensorstore
+    def __init__(self, root: Path, orders: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """Raises SourceError if the checkpoint is damaged, MissingExtra without tensorstore.
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Returns the bytes that are decoded at a time."""
-        chunk = self.opened.chunk_layout.read_chunk.shape or ()
-        return math.prod(chunk) * itemsize(self.dtype)
-
-
-class Arrays:
-    """The arrays with the weights of a checkpoint, and the names of all others."""
-
-    def __init__(self, root: Path) -> None:
-        """Raises SourceError if the checkpoint is damaged, MissingExtra without tensorstore."""
-        self.root = root
+        orders: of the axes of some arrays, before their elements are put into C order.
+        """
+        self.root, self.orders = root, orders or {}
+        self.refusal = f"{root}: an array of Orbax, which mckpt only reads"
         found = read_json(root / METADATA, 1 << 30)
         try:
             ocdbt, driver = found["use_ocdbt"], "zarr3" if found["use_zarr3"] else "zarr"
-            names = {
-                ".".join(str(part["key"]) for part in entry["key_metadata"]): entry
+            stated = {
+                ".".join(str(part["key"]) for part in entry["key_metadata"]): value.get(SHAPE)
                 for entry in found["tree_metadata"].values()
-                if not entry["value_metadata"].get("skip_deserialize")
+                if not (value := entry["value_metadata"]).get("skip_deserialize")
             }
         except (KeyError, TypeError, AttributeError) as e:
             raise SourceError(
                 f"{root / METADATA}: does not describe the arrays of an Orbax checkpoint: {e!r};"
                 " copy it again"
             ) from e
-        weights = [name for name in names if name.startswith(f"{WEIGHTS}.")]
+        weights = [name for name in stated if name.startswith(f"{WEIGHTS}.")]
         if not weights:
             raise SourceError(
                 f"{root}: has no arrays below `{WEIGHTS}`, where MaxText has the weights; it has"
-                f" {', '.join(list(names)[:3]) or 'none'}; give the items of a training of MaxText"
+                f" {', '.join(list(stated)[:3]) or 'none'}; give the items of a training of MaxText"
             )
-        self.others = [name for name in names if name not in weights]
+        self.others = [name for name in stated if name not in weights]
         ending = NNX if all(name.endswith(NNX) for name in weights) else ""
-        self.files = {
+        self.names = {
             name.removesuffix(ending).replace(f"{WEIGHTS}.", "", 2): name for name in weights
         }
-        if len(self.files) < len(weights):
+        if len(self.names) < len(weights):
             raise SourceError(f"{root / METADATA}: has two arrays of one name; copy it again")
-        self.arrays = self._open(driver, ocdbt, CACHE)
-        largest = max((a.chunk_bytes for a in self.arrays.values()), default=0)
+        self.opened = self._open(driver, ocdbt, CACHE)
+        largest = max(map(_chunk_bytes, self.opened.values()))
         if CHUNKS * largest > CACHE:
-            self.arrays = self._open(driver, ocdbt, CHUNKS * largest)
-        for key, array in self.arrays.items():
-            stated = names[self.files[key]]["value_metadata"].get("write_shape")
-            if stated is not None and tuple(stated) != array.shape:
+            self.opened = self._open(driver, ocdbt, CHUNKS * largest)
+        for key, array in self.opened.items():
+            name, dtype = self.names[key], array.dtype.name
+            if dtype not in TABLE:
+                raise SourceError(f"{root}: {name} is of {dtype}, a dtype that mckpt lacks")
+            if stated[name] is not None and tuple(stated[name]) != array.shape:
                 raise SourceError(
-                    f"{root}: {self.files[key]} is {list(array.shape)}, and {METADATA} states"
-                    f" {stated}; copy the checkpoint again"
+                    f"{root}: {name} is {list(array.shape)}, and {METADATA} states {stated[name]};"
+                    " copy the checkpoint again"
                 )
+        at = stamp(root / METADATA)
+        self.objects = {
+            key: Object(array.size * itemsize(array.dtype.name), str(at.bytes), at.mtime)
+            for key, array in self.opened.items()
+        }
 
-    def _open(self, driver: str, ocdbt: bool, cache: int) -> dict[str, Array]:
+    def _open(self, driver: str, ocdbt: bool, cache: int) -> dict[str, Any]:
         """Opens the arrays with the weights. cache: bytes of decoded chunks."""
         try:
             import tensorstore
@@ -102,59 +101,37 @@ class Arrays:
                 " here: pip install 'mckpt[orbax]'"
             ) from None
         _keep_memory()
-        copy = sparse_copy.of(self.root)
+        place = sparse_copy.of(self.root)
         base: Any = {"driver": "file", "path": f"{self.root.resolve()}/"}
-        if copy is not None:
-            if not copy.url.startswith(("s3://", "gs://")):
+        if place is not None:
+            if not place.url.startswith(("s3://", "gs://")):
                 raise UsageError(f"{shown(str(self.root))}: copy the checkpoint here first")
             base = _in_store(f"{shown(str(self.root))}/")
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache}})
         stored = {"driver": "ocdbt", "base": base} if ocdbt else base
+        # a chunk that is not there is damage: it must not be read as zeros
+        spec = {"driver": driver, "fill_missing_data_reads": False}
         try:
             kvstore = tensorstore.KvStore.open(stored, context=context).result()
             opening = {
-                key: tensorstore.open(
-                    # a chunk that is not there is damage: it must not be read as zeros
-                    {"driver": driver, "fill_missing_data_reads": False},
-                    kvstore=kvstore / f"{name}/",
-                    context=context,
-                    read=True,
-                    open=True,
-                )
-                for key, name in self.files.items()
+                key: tensorstore.open(spec, kvstore=kvstore / f"{name}/", context=context)
+                for key, name in self.names.items()
             }
-            opened = {key: future.result() for key, future in opening.items()}
+            return {key: future.result() for key, future in opening.items()}
         except (ValueError, OSError) as e:
             _raise(self.root, e)
-        out = {key: Array(a.dtype.name, tuple(a.shape), a) for key, a in opened.items()}
-        if strange := [f"{k} {a.dtype}" for k, a in out.items() if a.dtype not in TABLE]:
-            raise SourceError(f"{self.root}: arrays of a dtype that mckpt lacks: {strange[0]}")
-        return out
 
     def in_order(self, orders: Mapping[str, tuple[int, ...]]) -> Path:
-        """Returns a directory with a file for each array, which has its elements in C order, after
-        its axes were put into the order of `orders`, if that has one.
-        """
-        store = ArrayStore(self, dict(orders))
+        """Returns a directory with the objects as files, whose axes have other orders."""
+        store = object.__new__(Arrays)  # not a copy, which would open the arrays again
+        vars(store).update(vars(self), orders=orders)
         made = sparse_copy.load(shown(str(self.root)), store, self.root.name)
-        if (copy := sparse_copy.of(made)) is not None:
-            copy.is_remote = sparse_copy.of(self.root) is not None
+        if (there := sparse_copy.of(made)) is not None:
+            there.is_remote = sparse_copy.of(self.root) is not None
         return made
 
-
-class ArrayStore:
-    """The elements of each array as a store. It is only read."""
-
-    def __init__(self, arrays: Arrays, orders: Mapping[str, tuple[int, ...]]) -> None:
-        self.of, self.orders = arrays, orders
-        at = stamp(arrays.root / METADATA)
-        self.objects = {
-            key: Object(math.prod(a.shape) * itemsize(a.dtype), str(at.bytes), at.mtime)
-            for key, a in arrays.arrays.items()
-        }
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (shown(str(self.of.root)), self.orders)
+        return _again, (shown(str(self.root)), self.orders)
 
     def list(self) -> dict[str, Object]:
         return self.objects
@@ -164,29 +141,27 @@ class ArrayStore:
 
         Raises SourceError if a chunk is damaged.
         """
-        array = self.of.arrays[name]
-        order = self.orders.get(name) or tuple(range(len(array.shape)))
-        shape = tuple(array.shape[axis] for axis in order)
-        item = itemsize(array.dtype)
+        array = self.opened[name]
+        order = self.orders.get(name) or tuple(range(array.ndim))
+        item = itemsize(array.dtype.name)
         end = min(at + nbytes, self.objects[name].size)
         first, last = at // item, -(-end // item)
-        parts = []
+        parts = [np.empty(0, "u1")] * (first == last)
         try:
-            for box in range_boxes(shape, first, last):
+            for box in range_boxes([array.shape[axis] for axis in order], first, last):
                 inside = [slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)]
-                stored = tuple(inside[order.index(axis)] for axis in range(len(order)))
-                part = array.opened[stored].read(order="C").result()
-                parts.append(_in_order(part.view(f"u{item}"), order))
+                part = array[tuple(inside[order.index(axis)] for axis in range(array.ndim))]
+                parts.append(_in_order(part.read(order="C").result().view(f"u{item}"), order))
         except (ValueError, OSError) as e:
-            _raise(f"{self.of.root}/{self.of.files[name]}", e)
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, "u1")])
+            _raise(f"{self.root}/{self.names[name]}", e)
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return whole[at - first * item : end - first * item].data
 
-    def write(self, name: str, data: bytes | Path) -> str:
-        raise UsageError(f"{self.of.root}: an array of Orbax, which mckpt only reads")
 
-    def remove(self, names: Iterable[str]) -> None:
-        raise UsageError(f"{self.of.root}: an array of Orbax, which mckpt only reads")
+def _chunk_bytes(array: Any) -> int:
+    """Returns the bytes of an array that tensorstore decodes at a time."""
+    chunk = array.chunk_layout.read_chunk.shape or ()
+    return math.prod(chunk) * array.dtype.numpy_dtype.itemsize
 
 
 def _in_order(part: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
@@ -224,9 +199,9 @@ def _in_store(url: str) -> Any:
     return {**place, "aws_region": region or "us-east-1"}
 
 
-def _again(root: str, orders: Mapping[str, tuple[int, ...]]) -> ArrayStore:
-    """Returns the store of another process."""
-    return ArrayStore(Arrays(Path(root)), orders)
+def _again(root: str, orders: Mapping[str, tuple[int, ...]]) -> Arrays:
+    """Returns the arrays of another process."""
+    return Arrays(Path(root), orders)
 
 
 def _raise(where: object, error: Exception) -> NoReturn:

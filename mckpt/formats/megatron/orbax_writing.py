@@ -1,25 +1,26 @@
 """The files of a new Orbax checkpoint; `orbax` describes the format.
 
-The arrays are zarr 3 in an OCDBT database, as MaxText saves them by default. A chunk is a layer or
-an expert of it, or some rows of either, and is not compressed: the copies go into the files of the
-database. The elements of a layer follow each other there, whatever its chunks are.
+Each array is zarr 3, in a directory of its own (use_ocdbt is false). A file has one layer of it:
+chunks that are not compressed, whose elements follow each other, and the index of the chunks that
+zarr's sharding has at the end of a file.
+
+    items/_METADATA
+    items/params.params.decoder.layers.mlp.wo.kernel/zarr.json
+                                                     0.7.0      the layer 7
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mckpt.containers import ocdbt
-from mckpt.formats.base import dtype_of, file_order, packed, shapes_of, stored_buffer, stored_shape
+from mckpt.formats.base import dtype_of, packed, shapes_of, stored_buffer, stored_shape
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.orbax_arrays import METADATA, WEIGHTS
-from mckpt.formats.megatron.torch_dist_writing import in_files
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize
 
@@ -29,208 +30,135 @@ PREFIX = f"{WEIGHTS}.{WEIGHTS}."
 CHECKPOINT = "_CHECKPOINT_METADATA"
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 DICT_KEY = 2  # the kind of a key in a tree of dicts
-
-Layer = tuple[int, int]  # the number of an array, and of the layer in it
-Place = tuple[int, int]  # the number of a file, and the first byte in it
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
-class _Array(NamedTuple):
-    """One array of the checkpoint. The elements of a layer follow each other in a file."""
+class _Form(NamedTuple):
+    """The form of all arrays of a rule."""
 
-    rule: int  # number of the rule
-    key: str
     dtype: str
     shape: tuple[int, ...]  # with layers, they are its second axis; with experts, these its first
-    layers: list[int]  # one or those of its second axis
     is_stacked: bool  # it has an axis of layers
-    num_experts: int  # 0 without an axis of experts
+    has_experts: bool
+
+    @classmethod
+    def of(cls, request: MegatronRequest, b: Bound) -> _Form:
+        scope, axes = request.names.scope(), b.rule.stacked()
+        whole = packed(b.rule, scope, request.padded_vocab_size)
+        inner = tuple(e(scope) for e in b.rule.shape) or stored_shape(b.rule, whole)
+        shape, is_stacked = (*b.axes(scope), *inner), "layer" in axes
+        if is_stacked:
+            shape = (shape[1], shape[0], *shape[2:])
+        return cls(dtype_of(b.rule, request.dtypes), shape, is_stacked, "expert" in axes)
+
+    @property
+    def file(self) -> tuple[int, ...]:
+        """Returns the shape of a file: one layer."""
+        return (self.shape[0], 1, *self.shape[2:]) if self.is_stacked else self.shape
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        """Returns the shape of its chunks: one layer, one expert, and of these a part of the rows
-        if they are large. A loader reads whole chunks.
+        """Returns the shape of a chunk: one layer or expert, or a part of its rows if these are
+        large. A loader reads whole chunks.
         """
-        out, rows = list(self.shape), self.rows
-        if self.num_experts:
-            out[0] = 1
-        if self.is_stacked:
-            out[1] = 1
-        nbytes = math.prod(out) * itemsize(self.dtype)
-        least = -(-nbytes // LARGEST)  # parts
+        out, rows = list(self.file), 0
+        if self.has_experts:
+            out[0], rows = 1, 1 + self.is_stacked
+        least = -(-math.prod(out) * itemsize(self.dtype) // LARGEST)  # parts
         fit = (n for n in range(least, 16 * least) if out[rows] % n == 0)
         out[rows] //= next(fit, 1)
         return tuple(out)
 
-    @property
-    def rows(self) -> int:
-        """Returns the first axis that counts neither layers nor experts."""
-        return (1 + self.is_stacked) * bool(self.num_experts)
+    def target_files(self, paths: list[str]) -> list[TargetFile]:
+        """Returns the files: elements, then the places and sizes of the chunks, and a checksum."""
+        nbytes, size = (math.prod(s) * itemsize(self.dtype) for s in (self.file, self.chunk))
+        index = np.array([(at, size) for at in range(0, nbytes, size)], "<u8").tobytes()
+        end = index + crc32c(index).to_bytes(4, "little")
+        return [TargetFile(p, nbytes + len(end), lambda crc_of: [(nbytes, end)]) for p in paths]
 
     @property
-    def nbytes(self) -> int:
-        """Returns the bytes of a layer."""
-        return math.prod(self.shape) * itemsize(self.dtype) // len(self.layers)
-
-    def chunks(self, layer: int) -> Iterator[tuple[int, ...]]:
-        """Yields the indices of the chunks of a layer, of which the number in the array is given,
-        in the order of its elements.
-        """
-        parts = range(self.shape[self.rows] // self.chunk[self.rows])
-        for expert, part in itertools.product(range(max(1, self.num_experts)), parts):
-            index = [0] * len(self.shape)
-            if self.num_experts:
-                index[0] = expert
-            if self.is_stacked:
-                index[1] = layer
-            index[self.rows] = part
-            yield tuple(index)
+    def zarr_json(self) -> bytes:
+        index = [LITTLE, {"name": "crc32c"}]
+        chunks = {"chunk_shape": self.chunk, "codecs": [LITTLE], "index_codecs": index}
+        described = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": self.shape,
+            "data_type": self.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.file}},
+            "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
+            "codecs": [{"name": "sharding_indexed", "configuration": chunks}],
+            "fill_value": 0.0,
+        }
+        return json.dumps(described).encode()
 
 
 def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of a checkpoint with the weights alone."""
-    names, scope = request.names, request.names.scope()
-    arrays = [one for number in range(len(names.bound)) for one in _arrays(request, number)]
-    keys = [one.key for one in arrays]
-    assert len(set(keys)) == len(keys), "two rules write one array"
-    order = _in_order(request, arrays)
-    sizes = np.array([arrays[number].nbytes for number, _ in order], "i8")
-    file, at, cuts = in_files(sizes)
-    place = dict(zip(order, zip(file.tolist(), at.tolist(), strict=True), strict=True))
-    data = [f"d/{number:032x}" for number in range(len(cuts) - 1)]
-    ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]
-    tail, manifest = _index(arrays, place, data, ends[-1])
-    paths = [f"{ITEMS}/{name}" for name in data]
-    outputs = [TargetFile.headed(path, b"", n) for path, n in zip(paths, ends, strict=True)]
-    size = ends[-1] + len(tail)
-    outputs[-1] = TargetFile(paths[-1], size, lambda crc_of: [(ends[-1], tail)])
-    stored = [_stored(request, number, arrays, place) for number in range(len(names.bound))]
-    outputs += _json_files(arrays, manifest)
-    return Layout(paths, stored, shapes_of(names.bound, scope)), outputs
+    bound, scope = request.names.bound, request.names.scope()
+    paths, outputs = list[str](), list[TargetFile]()
+    stored, arrays = list[Stored](), dict[str, _Form]()
+    for b in bound:
+        form, keys = _Form.of(request, b), [key for key, _ in b.global_keys()]
+        assert not arrays.keys() & set(keys), "two rules write one array"
+        arrays |= dict.fromkeys(keys, form)
+        whole = packed(b.rule, scope, request.padded_vocab_size)
+        shape, pieces = stored_buffer(b.rule, whole, whole_box(stored_shape(b.rule, whole)))
+        layer, expert = b.instances()
+        file = len(paths) + np.repeat(np.arange(len(b.layers)), len(b.experts))
+        at = expert * math.prod(shape) * itemsize(form.dtype)
+        where, padding = (layer, expert, file, at), b.rule.tp == "vocab"
+        stored.append(Stored(b.rule.key, form.dtype, shape, pieces, *where, padding=padding))
+        own = _paths(b, form, keys)
+        paths += own
+        outputs += form.target_files(own)
+    return Layout(paths, stored, shapes_of(bound, scope)), outputs + _json_files(arrays)
 
 
-def _index(
-    arrays: list[_Array], place: Mapping[Layer, Place], files: list[str], end: int
-) -> tuple[bytes, bytes]:
-    """Returns the bytes behind the chunks of the last file, which are the descriptions of the
-    arrays and the index of all values, and the manifest.
-
-    end: of the chunks in the last file, in bytes.
-    """
-    values, texts, last = dict[str, ocdbt.Value](), list[bytes](), len(files) - 1
-    for number, one in enumerate(arrays):
-        name, nbytes = PREFIX + one.key, math.prod(one.chunk) * itemsize(one.dtype)
-        for layer in range(len(one.layers)):
-            file, at = place[number, layer]
-            for n, index in enumerate(one.chunks(layer)):
-                key = "/".join([name, "c", *map(str, index)])
-                values[key] = ocdbt.Value(file, at + n * nbytes, nbytes)
-        texts.append(_zarr_json(one))
-        values[f"{name}/zarr.json"] = ocdbt.Value(last, end, len(texts[-1]))
-        end += len(texts[-1])
-    node, manifest = ocdbt.database(files, values, last, end, b"mckpt".ljust(16, b"\0"))
-    return b"".join([*texts, node]), manifest
+def _paths(b: Bound, form: _Form, keys: list[str]) -> list[str]:
+    """Returns the files of a rule's layers. keys: one, or that of each layer."""
+    start, zeros = f"{ITEMS}/{PREFIX}", ["0"] * len(form.shape)
+    if not form.is_stacked:
+        return [f"{start}{key}/{'.'.join(zeros)}" for key in keys]
+    places = b.places(b.layers).tolist()
+    return [f"{start}{keys[0]}/{'.'.join(['0', str(n), *zeros[2:]])}" for n in places]
 
 
-def _arrays(request: MegatronRequest, number: int) -> list[_Array]:
-    """Returns the arrays of a rule, of which a rule with other layers may share some."""
-    b, scope = request.names.bound[number], request.names.scope()
-    whole, dtype = (
-        packed(b.rule, scope, request.padded_vocab_size),
-        dtype_of(b.rule, request.dtypes),
-    )
-    inner = tuple(e(scope) for e in b.rule.shape) or stored_shape(b.rule, whole)
-    axes, is_stacked = b.axes(scope), "layer" in b.rule.stacked()
-    shape = (*axes, *inner)
-    if is_stacked:
-        shape = (shape[1], shape[0], *shape[2:])
-    layers = list(b.stack or range(axes[0])) if is_stacked else [0]
-    return [
-        _Array(
-            *(number, key, dtype, shape, layers if is_stacked else [layer], is_stacked),
-            num_experts=len(b.experts) if "expert" in b.rule.stacked() else 0,
-        )
-        for key, layer in b.global_keys()
-    ]
-
-
-def _in_order(request: MegatronRequest, arrays: list[_Array]) -> list[tuple[int, int]]:
-    """Returns the numbers of the array and of the layer in it, for all, layer by layer."""
-    count, ranked = request.names.dims["num_layers"], []
-    for number, one in enumerate(arrays):
-        b = request.names.bound[one.rule]
-        in_layer, alone = "layer" in b.rule.indices, int(file_order(b, count)[0])
-        ranked += [
-            (layer + 1 if in_layer else alone, number, index)
-            for index, layer in enumerate(one.layers)
-        ]
-    return [(number, index) for _, number, index in sorted(ranked)]
-
-
-def _stored(
-    request: MegatronRequest, number: int, arrays: list[_Array], place: Mapping[Layer, Place]
-) -> Stored:
-    """Returns the arrays of a rule as boxes of logical tensors."""
-    b = request.names.bound[number]
-    whole = packed(b.rule, request.names.scope(), request.padded_vocab_size)
-    shape, pieces = stored_buffer(b.rule, whole, whole_box(stored_shape(b.rule, whole)))
-    dtype = dtype_of(b.rule, request.dtypes)
-    rows = [
-        (layer, *place[n, index])
-        for n, one in enumerate(arrays)
-        for index, layer in enumerate(one.layers if one.rule == number else ())
-    ]
-    where = np.repeat(np.array(rows, "i8").T, len(b.experts), axis=1)
-    expert = np.tile(b.experts, len(rows))
-    at = where[2] + expert * math.prod(shape) * itemsize(dtype)
-    padding = b.rule.tp == "vocab"
-    return Stored(b.rule.key, dtype, shape, pieces, where[0], expert, where[1], at, padding=padding)
-
-
-def _zarr_json(one: _Array) -> bytes:
-    """Returns the description of an array."""
-    chunk = {"name": "regular", "configuration": {"chunk_shape": one.chunk}}
-    codec = {"name": "bytes", "configuration": {"endian": "little"}}
-    return json.dumps(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": one.shape,
-            "data_type": one.dtype,
-            "chunk_grid": chunk,
-            "chunk_key_encoding": {"name": "default"},
-            "codecs": [codec],
-            "fill_value": 0.0,
-        }
-    ).encode()
-
-
-def _json_files(arrays: list[_Array], manifest: bytes) -> list[TargetFile]:
-    """Returns the small files; the last one is the one that describes the tree."""
-    tree, written = dict[str, Any](), list[Any]()
-    for one in sorted(arrays, key=lambda one: one.key):
-        parts = (PREFIX + one.key).split(".")
+def _json_files(arrays: dict[str, _Form]) -> list[TargetFile]:
+    """Returns the descriptions of the arrays, and that of the tree, which is the last one."""
+    tree, out = dict[str, Any](), list[TargetFile]()
+    for key, form in sorted(arrays.items()):
+        name = PREFIX + key
+        out.append(TargetFile.whole(f"{ITEMS}/{name}/zarr.json", form.zarr_json))
+        parts = name.split(".")
         tree[str(tuple(parts))] = {
             "key_metadata": [{"key": part, "key_type": DICT_KEY} for part in parts],
             "value_metadata": {
                 "value_type": "jax.Array",
                 "skip_deserialize": False,
-                "write_shape": one.shape,
+                "write_shape": form.shape,
             },
         }
-        sizes = {"write_shape": one.shape, "chunk_shape": one.chunk, "ext_metadata": None}
-        written.append({"array_metadata": {"param_name": PREFIX + one.key, **sizes}})
     described = {
         "tree_metadata": tree,
-        "use_ocdbt": True,
+        "use_ocdbt": False,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
     files = {
-        f"{ITEMS}/array_metadatas/process_0": {"array_metadatas": written},
         f"{ITEMS}/{CHECKPOINT}": {"item_handlers": HANDLER},
         CHECKPOINT: {"item_handlers": {ITEMS: HANDLER}},
         f"{ITEMS}/{METADATA}": described,
     }
-    out = [TargetFile.whole(name, json.dumps(value).encode()) for name, value in files.items()]
-    return [TargetFile.whole(f"{ITEMS}/{ocdbt.MANIFEST}", manifest), *out]
+    return out + [TargetFile.whole(name, json.dumps(v).encode()) for name, v in files.items()]
+
+
+def crc32c(data: bytes) -> int:
+    """Returns the checksum of Castagnoli's polynomial."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
