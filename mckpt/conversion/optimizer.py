@@ -83,6 +83,8 @@ def refuse_others(source: Checkpoint, format: Format, target: TargetOptions) -> 
             f" format {format}; give --target-format torch_dist to keep it, or --no-optimizer to"
             " convert the weights alone"
         )
+    if source.optimizer is not None and source.optimizer.lacking:
+        raise UsageError(source.optimizer.lacking)
     known = (*RANDOM, *SCHEDULER, *(KEPT if keeps(source, target) else ()))
     left = [name for name in source.left_behind() if name not in known]
     if left:

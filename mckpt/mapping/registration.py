@@ -23,7 +23,7 @@ class Registration(NamedTuple):
     """
 
     order: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()  # names of stored tensors that no optimizer updates
+    buffers: tuple[str, ...] = ()  # ends of keys of tensors that no optimizer updates
     # the first megatron-core in which experts have an optimizer of their own if etp differs from
     # tp; at ep > 1 they have one in every version
     experts_apart: tuple[int, ...] = (0,)
@@ -34,7 +34,7 @@ class Registration(NamedTuple):
         return 2 if num_experts and (parallel.ep > 1 or differs) else 1
 
     def is_parameter(self, key: str) -> bool:
-        return key.rpartition(".")[2] not in self.buffers
+        return not f".{key}".endswith(tuple(f".{name}" for name in self.buffers))
 
     def sorted(self, keys: Iterable[str]) -> list[str]:
         """Returns the keys of parameters of one module in the order in which

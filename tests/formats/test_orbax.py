@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MckptError
 from mckpt.formats.megatron.orbax_writing import crc32c
+from mckpt.options import SourceOptions
 from tests.helpers import damages, maxtext, tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as mckpt_said
@@ -33,6 +36,8 @@ INEXACT = {
     "gemma2": ("norm_offset", "embed_scale", "q_scale"),
     **dict.fromkeys(("gemma3-4", "gemma3-6", "gemma3-8", "gemma3-13"), ROUNDED),
 }
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNT = "('opt_state', '0', 'count')"
 ACCEPT, APART = ("--allow-inexact", "q_scale"), ("--layer-keys", "per_layer")
 
 
@@ -155,7 +160,7 @@ def test_what_orbax_writes_is_read(
     step = maxtext.save(expected(source, "unscanned" not in how), tmp_path / "run", *how)
     command = ("megatron-to-hf", step, tmp_path / "hf", "--like", source)
     refused(2, "--workers 2", args=(*command, "--workers", 2))  # tensorstore survives no fork
-    assert ("opt_state" in good(*command).err) == ("state" in how)
+    assert ("neither the schedule" in good(*command).err) == ("state" in how)
     good("diff", source, tmp_path / "hf")
     good("check", step, "--like", source)
     items = step / "items"
@@ -399,3 +404,96 @@ def test_damage_of_each_file_is_found(tiny_model: TinyModel, tmp_path: Path) -> 
     how: dict[str, Any] = {"like": hf, "commands": commands, "checksums": False}
     unread = damages.of_each_file(out / "release/items", tmp_path / "again", **how)
     assert unread == {"_CHECKPOINT_METADATA"}
+
+
+def trained(case: str, folder: Path, *how: str) -> tuple[Path, Path]:
+    """Returns a model in fp32, and the checkpoint of a training of it by optax."""
+    config = tiny.config(case)
+    source = folder / "hf"
+    source.mkdir()
+    tiny.write_json(source / "config.json", config)
+    tiny.write_weights(source, tiny.tensors(config, "float32"))
+    run = folder / "run"
+    step = maxtext.save(expected(source, "unscanned" not in how), run, "state", "trained", *how)
+    (run / "config.yml").write_text("".join(f"{k}: {v:.9f}\n" for k, v in maxtext.ADAM.items()))
+    return source, step
+
+
+@judged
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("qwen3", ("ocdbt", "zarr3")),
+        ("qwen3-moe", ("unscanned", "zarr3")),
+        ("deepseek-v3-plain", ("ocdbt",)),
+        ("llama", ("ocdbt", "zarr3")),
+    ],
+)
+def test_adam_of_optax_goes_on_in_megatron(case: str, how: tuple[str, ...], tmp_path: Path) -> None:
+    """torch's AdamW makes the next step of a checkpoint of Megatron, and optax of the one that this
+    was made of. The weights are the same then, but for those that MaxText stores times a number: a
+    step in them is another one.
+    """
+    import torch
+
+    source, step = trained(case, tmp_path, *how)
+    sizes = ("--target-tp", 2, "--target-format", "torch_dist", "--megatron-version", 0.18)
+    command = ("reshard", step, tmp_path / "megatron", "--like", source, *sizes)
+    said = good(*command, *accepted(case)).err
+    assert ("steps of layers.{layer}.attn.q.weight" in said) == (case == "llama"), said
+    assert "every element of the source is used" in said
+    own = Checkpoint.open(tmp_path / "megatron", SourceOptions(like=str(source)))
+    assert own.files.iteration == maxtext.STEPS and own.optimizer is not None
+    (group, plain), states = own.optimizer.groups[0], own.with_optimizer()
+    assert (group["step"], group["betas"], group["eps"]) == (maxtext.STEPS, (0.9, 0.95), 1e-8)
+    assert (group["weight_decay"], plain["weight_decay"], group["lr"]) == (0.1, 0.0, 1e-3)
+    after = maxtext.save(maxtext.read(tmp_path / "run/next.npz"), tmp_path / "after", "zarr3")
+    wanted = Checkpoint.open(after, SourceOptions(like=str(source)))
+    for name in own:
+        scale = np.float32(1)
+        if case == "llama" and name.endswith("attn.q.weight"):
+            scale /= np.float32(np.sqrt(own.dims["head_dim"]))
+        if "score_correction" in name:  # a buffer
+            assert f"{name}@master" not in states
+            continue
+        master = states[f"{name}@master"].numpy()
+        assert (own[name].numpy() == master).all()
+        weight = torch.nn.Parameter(torch.tensor(master))
+        weight.grad = torch.tensor(scale * maxtext.gradient(scale * master))
+        adam = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        moments = {kind: torch.tensor(states[f"{name}@{kind}"].numpy()) for kind in MOMENTS}
+        adam.state[weight] = {"step": torch.tensor(float(maxtext.STEPS)), **moments}
+        adam.step()
+        kept = np.float32(1 - 1e-3 * 0.1)
+        moved = scale * (wanted[name].numpy() - kept * master)  # by Adam, in what MaxText stores
+        found = weight.detach().numpy()
+        np.testing.assert_allclose(found, kept * master + moved, rtol=3e-7, atol=3e-7)
+
+
+@judged
+def test_adam_without_its_settings_is_refused(tmp_path: Path) -> None:
+    source, step = trained("qwen3", tmp_path, "ocdbt", "zarr3")
+    config, metadata = tmp_path / "run/config.yml", step / "items/_METADATA"
+    command = ("reshard", step, tmp_path / "out", "--like", source, "--target-format", "torch_dist")
+    text = config.read_text()
+    config.write_text(re.sub("adam_eps_root.*", "adam_eps_root: 0.001", text))
+    refused(2, "adam_eps_root must be 0", args=command)
+    config.unlink()
+    refused(2, "config.yml", "--no-optimizer", args=command)
+    good("inspect", step)
+    good("check", step, "--like", source)
+    good("megatron-to-hf", step, tmp_path / "back", "--like", source)
+    good(*command, "--no-optimizer")
+    assert not mckpt.diff(tmp_path / "out", tmp_path / "back")
+    (step / "config.yml").write_text(text)  # of one step
+    good("reshard", step / "items", tmp_path / "items", *command[3:])
+    described = json.loads(metadata.read_text())
+    for lost in ("('opt_state', '0', 'nu', 'params', 'decoder', 'decoder_norm', 'scale')", COUNT):
+        tree = {k: entry for k, entry in described["tree_metadata"].items() if k != lost}
+        assert len(tree) == len(described["tree_metadata"]) - 1
+        tiny.write_json(metadata, described | {"tree_metadata": tree})
+        refused(3 if "nu" in lost else 2, args=(*command[:2], tmp_path / "lost", *command[3:]))
+    for entry in described["tree_metadata"].values():
+        entry["key_metadata"] = [part for part in entry["key_metadata"] if part["key"] != "0"]
+    tiny.write_json(metadata, described)
+    refused(2, "opt_state of adam_pax", args=(*command[:2], tmp_path / "pax", *command[3:]))

@@ -3,14 +3,18 @@
 `tree` follows src/maxtext/checkpoint_conversion/utils/param_mapping.py of MaxText, and knows
 nothing of mckpt. As a program it runs under another Python, which has orbax-checkpoint and jax:
 
-    python maxtext.py save NPZ DIR [ocdbt] [zarr3] [state]    writes a checkpoint of these arrays
-    python maxtext.py restore DIR NPZ                         reads one
+    python maxtext.py save NPZ DIR [ocdbt] [zarr3] [state] [trained]    writes these arrays
+    python maxtext.py restore DIR NPZ                                   reads them
+
+    python -m tests.helpers.maxtext train RELEASE STEP    makes a training of weights by mckpt
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,7 +26,13 @@ import numpy as np
 
 PYTHON = os.environ.get("ORBAX_PYTHON", "")  # of an environment with orbax-checkpoint 0.12
 Arrays = dict[str, np.ndarray]
-PREFIX = "params.params."
+STEPS = 3
+ADAM = {
+    **{"adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8, "adam_eps_root": 0.0},
+    **{"adam_weight_decay": 0.1, "learning_rate": 1e-3},
+}
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+PREFIX, COUNT = "params.params.", "opt_state.0.count"
 
 EXPERTS = {
     "Qwen3MoeForCausalLM": ("moe_block", "mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -278,6 +288,33 @@ def save(arrays: Arrays, folder: Path, *how: str) -> Path:
     return folder / "0"
 
 
+def train(weights: Path, step: Path) -> None:
+    """Makes the checkpoint of a training of one that mckpt wrote. The moments are the weights."""
+    items, metadata = step / "items", step / "items/_METADATA"
+    shutil.copytree(weights, step, ignore=shutil.ignore_patterns("mckpt.json"))
+    content = json.loads(metadata.read_text())
+    tree = content["tree_metadata"]
+    own = {
+        ".".join(part["key"] for part in entry["key_metadata"]): entry for entry in tree.values()
+    }
+    copies = [(name, ("mu", *name.split(".")[1:])) for name in own]
+    copies += [(name, ("nu", *inner)) for name, (_, *inner) in copies]
+    count = {"shape": [], "data_type": "int32", "fill_value": 0, "codecs": [LITTLE]}
+    count["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": []}}
+    for name, inner in [*copies, ("", ("count",))]:
+        parts = ["opt_state", "0", *inner]
+        keys = {"key_metadata": [{"key": part, "key_type": 2} for part in parts]}
+        tree[str(tuple(parts))] = own.get(name, {"value_metadata": {"write_shape": []}}) | keys
+        if name:
+            shutil.copytree(items / name, items / ".".join(parts))
+    zarr = json.loads((items / next(iter(own)) / "zarr.json").read_text())
+    (items / COUNT).mkdir()
+    (items / COUNT / "zarr.json").write_text(json.dumps(zarr | count))
+    (items / COUNT / "0").write_bytes((7).to_bytes(4, "little"))
+    metadata.write_text(json.dumps(content))
+    (step / "config.yml").write_text("".join(f"{k}: {v:.9f}\n" for k, v in ADAM.items()))
+
+
 def restore(items: Path, scratch: Path) -> Arrays:
     """Lets Orbax read a checkpoint."""
     by_orbax("restore", items, scratch / "restored.npz")
@@ -285,6 +322,11 @@ def restore(items: Path, scratch: Path) -> Arrays:
 
 
 # ------------------------------------------------------------------------------- Orbax's side
+
+
+def gradient(weights: Any) -> Any:
+    """Returns a gradient that is a formula of the weights."""
+    return weights * 3 + weights.dtype.type(0.25)
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,6 +351,9 @@ def _flat(tree: Any, prefix: str = "") -> Arrays:
 
 
 def main(what: str, source: str, target: str, *how: str) -> None:
+    if what == "train":
+        train(Path(source), Path(target))
+        return
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint as ocp
@@ -323,12 +368,17 @@ def main(what: str, source: str, target: str, *how: str) -> None:
         write(Path(target), _flat(found))
         return
     arrays: dict[str, Any] = {key: jnp.asarray(a) for key, a in read(Path(source)).items()}
-    content = _nested(arrays)
-    if "state" in how:
-        # a training's state: Adam's moments, counts, and the number of the step
-        moments = {key: jnp.zeros(a.shape, jnp.float32) for key, a in arrays.items()}
-        adam = {"mu": _nested(moments), "nu": _nested(moments), "count": jnp.int32(7)}
-        content |= {"opt_state": {"0": adam}, "step": jnp.int32(7)}
+    content: Any = _nested(arrays)
+    if "state" in how:  # of a new training, or after STEPS steps; next.npz is after another one
+        import optax
+        from flax.training.train_state import TrainState
+
+        adam = optax.adamw(ADAM["learning_rate"], 0.9, 0.95, 1e-8, weight_decay=0.1)
+        content = TrainState.create(apply_fn=None, params=content["params"], tx=adam)
+        for _ in range(STEPS * ("trained" in how)):
+            content = content.apply_gradients(grads=jax.tree.map(gradient, content.params))
+        last = content.apply_gradients(grads=jax.tree.map(gradient, content.params))
+        write(Path(source).with_name("next.npz"), _flat({"params": last.params}))
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt="ocdbt" in how, use_zarr3="zarr3" in how)
     ocp.Checkpointer(handler).save(target, args=ocp.args.PyTreeSave(content))
 

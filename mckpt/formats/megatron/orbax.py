@@ -1,10 +1,16 @@
 """Checkpoints of Orbax, as MaxText saves them.
 
-    DIR/items/_METADATA, manifest.ocdbt, d/*    the tree of arrays (`orbax_arrays`)
+    DIR/items/_METADATA and others    the tree of arrays (`orbax_arrays`)
     DIR/_CHECKPOINT_METADATA, commit_success.txt
 
 MaxText saves the training's state: the weights below `params.params`, `opt_state` and `step`. A
 checkpoint of weights alone has the first. `items` itself is a checkpoint too.
+
+    opt_state.0.{mu,nu}.params.KEY    optax's adamw: the means of the gradient and of its square
+    opt_state.0.count                 the number of its steps
+    opt_state.{mu,nu}.params.KEY      MaxText's adam_pax, which is not read
+
+The settings of Adam are in the config.yml that MaxText writes into the directory of the run.
 
 The arrays of all layers of a weight are one, whose second axis counts the layers, unless
 scan_layers is false: then the keys have their numbers.
@@ -12,6 +18,7 @@ scan_layers is false: then the keys have their numbers.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,12 +29,18 @@ from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.formats.base import Format, Names, packed, stored_shape
 from mckpt.formats.megatron.chunked import Chunked
-from mckpt.formats.megatron.orbax_arrays import METADATA, Arrays
+from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer
+from mckpt.formats.megatron.orbax_arrays import COUNT, METADATA, STARTS, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
-from mckpt.formats.megatron.torch_dist import TorchDist
+from mckpt.formats.megatron.run_config import read_section
+from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam
 from mckpt.formats.scaling import with_factors
 from mckpt.geometry.box import Layout, row_major
-from mckpt.mapping import Bound
+from mckpt.mapping import Bound, MappingFile
+
+CONFIG = "config.yml"
+SETTINGS = ("adam_eps_root", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "learning_rate")
+MASTER_KEY, MOMENT_KEY = (f"optimizer.state.{name}." for name in (MASTER_KEYS[0], "exp_avg"))
 
 
 def place(path: Path) -> Path:
@@ -47,18 +60,21 @@ class _Directory(Chunked):
     """The arrays as whole chunks, in a directory with a file for each."""
 
     def __init__(self, arrays: Arrays, views: Mapping[str, _View]) -> None:
+        """views: by key; those that the metadata has beside it are read as they are stored."""
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
         for key, array in arrays.opened.items():
             shape = views[key].shape if key in views else array.shape
             at = (0,) * len(shape)
-            tensors[key] = (array.dtype.name, shape, [(at, shape)])
-            items[key, at] = (key, 0, arrays.objects[key].size)
+            for name in (key, f"{MASTER_KEY}{key}"):
+                if name == key or f"{MOMENT_KEY}{key}" in arrays.opened:
+                    tensors[name] = (array.dtype.name, shape, [(at, shape)])
+                    items[name, at] = (key, 0, arrays.objects[key].size)
         root = arrays.in_order({key: view.order for key, view in views.items()})
         super().__init__(root, Metadata(tensors, arrays.others, items, {}))
         self.views = views
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        if not self.views[key].turned:
+        if not self.views[key.removeprefix(MASTER_KEY)].turned:
             return None
         *lead, rows, columns = sizes
         return (*row_major((*lead, columns, rows))[:-2], 1, rows)
@@ -68,29 +84,100 @@ class _Directory(Chunked):
             yield Span(key, str(self.root / file), at, nbytes, self.metadata.tensors[key][0])
 
 
-class Orbax(TorchDist):
-    """An opened checkpoint. The dialect of MaxText names its arrays."""
+class Orbax(TorchAdam):
+    """An opened checkpoint. The dialect of MaxText names its arrays. Weights of a training are
+    their own master copies.
+    """
+
+    directory: _Directory
+    lacking = ""  # why the settings of Adam are not known
 
     def __init__(self, path: Path) -> None:
         self.arrays = Arrays(place(path))
         super().__init__(_Directory(self.arrays, {}), FORMAT)
         self.root = path
+        opened = self.arrays.opened
+        self.trained = COUNT in opened and any(key.startswith(MOMENT_KEY) for key in opened)
+        self.iteration = None
+        if self.trained:
+            self.iteration = int.from_bytes(self.arrays.read(COUNT, 0, 4), "little")
+            self.notes = (NOTE,)
+
+    def beside(self, dialect: MappingFile) -> list[str]:
+        kept = {"opt_state", "step"} if self.trained else {"step"}
+        found = [name for name in super().beside(dialect) if name not in kept]
+        pax = any(name.startswith("opt_state.mu.") for name in self.arrays.others)
+        return [f"{name} of adam_pax" if pax else name for name in found]
 
     def layout(self, names: Names) -> Layout:
-        scope, opened = names.scope(), self.arrays.opened
-        views = {
-            key: _view(b, opened[key].shape, scope)
-            for b in names.bound
-            for key, _ in b.global_keys()
-            if key in opened
-        }
-        self.directory = _Directory(self.arrays, views)
-        self.metadata = self.directory.metadata
+        self._view_as(names)
         factors = {name: 1 / factor for name, factor in names.factors.items()}
         return with_factors(super().layout(names), factors)
 
-    def optimizer(self, names: Names) -> None:
-        """Returns None: the state of MaxText's optimizer is not read."""
+    def _view_as(self, names: Names) -> None:
+        """Makes the arrays those that the rules have."""
+        scope, opened = names.scope(), self.arrays.opened
+        views = {
+            start + key: _view(b, opened[start + key].shape, scope)
+            for b in names.bound
+            for key, _ in b.global_keys()
+            for start in STARTS.values()
+            if start + key in opened
+        }
+        if views != self.directory.views:
+            self.directory = _Directory(self.arrays, views)
+            self.metadata = self.directory.metadata
+
+    def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
+        """Returns the settings of Adam, which MaxText's config has, and its steps. Those of an Adam
+        that no config describes are 0, and `lacking` says so.
+        """
+        if not self.trained:
+            return None
+        places = self.root, *self.root.absolute().parents[:3]
+        path = next((p for at in places if (p := at / CONFIG).is_file()), None)
+        config = read_section(path, None) if path else None
+        stated = [config.get(name) if isinstance(config, dict) else None for name in SETTINGS]
+        if stated[0] != 0 or not all(type(number) in (int, float) for number in stated):
+            stated = [0] * len(SETTINGS)
+            self.lacking = (
+                f"{self.root}: MaxText does not store the settings of Adam in it. Put the"
+                f" {CONFIG} of the run into this directory or that of the run, with numbers for"
+                f" {', '.join(SETTINGS)}; adam_eps_root must be 0, as in Megatron. Or give"
+                " --no-optimizer to convert the weights alone"
+            )
+        _, b1, b2, eps, decay, lr = stated
+        group = {"betas": (b1, b2), "eps": eps, "weight_decay": decay, "lr": lr}
+        return [group], {float(self.iteration or 0)}
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the state of Adam. The gradient of a weight that MaxText stores times a number is
+        that of the weight divided by it, and the moments are its mean and that of its square.
+        """
+        self._view_as(names)
+        is_parameter = names.mapping.registration.is_parameter
+        buffers = [b for b in names.bound if not is_parameter(b.rule.key)]
+        ends = tuple(f".{key}" for b in buffers for key, _ in b.global_keys())
+        trained, tensors = copy.copy(self), self.metadata.tensors.items()
+        kept = {key: stored for key, stored in tensors if not key.endswith(ends)}
+        trained.metadata = self.metadata._replace(tensors=kept)
+        found = super(Orbax, trained).optimizer(names)
+        if found is None:
+            return None
+        self.notes = (
+            NOTE,
+            *(
+                f"MaxText trains {name} times {factor:.6g}: its moments are converted, and Adam's"
+                f" next steps of {name} are {factor:.6g} times as large as in MaxText"
+                for name, factor in names.factors.items()
+            ),
+        )
+        factors = {
+            f"{name}@{state}": factor**power
+            for name, factor in names.factors.items()
+            for state, power in ((MASTER, -1), ("exp_avg", 1), ("exp_avg_sq", 2))
+        }
+        return found._replace(layout=with_factors(found.layout, factors), lacking=self.lacking)
 
 
 def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any]) -> _View:
@@ -118,6 +205,7 @@ FORMAT = Format(
     open=Orbax,
     lay_out=lay_out,
     parts=(f"{ITEMS}/*", f"{ITEMS}/*/*", "_CHECKPOINT_METADATA", "commit_success.txt"),
+    torch_optimizer=True,
     global_keys=True,
     layer_keys=True,
     last=f"{ITEMS}/{METADATA}",

@@ -28,6 +28,14 @@ METADATA = "_METADATA"
 SHAPE = "write_shape"
 WEIGHTS = "params"  # begins the names of the weights: once in MaxText's form for NNX, else twice
 NNX = ".value"  # and ends them in that form
+COUNT = "opt_state.0.count"  # of the steps of Adam, as optax has it
+# what begins the names of arrays, and their keys in torch_dist
+STARTS = {
+    f"{WEIGHTS}.": "",
+    "opt_state.0.mu.": "optimizer.state.exp_avg.",
+    "opt_state.0.nu.": "optimizer.state.exp_avg_sq.",
+    COUNT: COUNT,
+}
 # bytes of decoded chunks that are kept: the next read may be of the same chunk
 CACHE, CHUNKS = 64 << 20, 3
 # of glibc's malloc.h: the number of an option, and its value
@@ -35,8 +43,8 @@ MALLOC = {"mmap_max": (-4, 0), "trim_threshold": (-1, 256 << 20), "arena_max": (
 
 
 class Arrays(ReadOnly):
-    """The arrays with the weights of a checkpoint, as a store: an object has the elements of an
-    array in C order.
+    """The arrays with the weights and moments of a checkpoint, as a store: an object has the
+    elements of an array in C order.
     """
 
     def __init__(self, root: Path, orders: Mapping[str, tuple[int, ...]] | None = None) -> None:
@@ -65,13 +73,14 @@ class Arrays(ReadOnly):
                 f"{root}: has no arrays below `{WEIGHTS}`, where MaxText has the weights; it has"
                 f" {', '.join(list(stated)[:3]) or 'none'}; give the items of a training of MaxText"
             )
-        self.others = [name for name in stated if name not in weights]
         ending = NNX if all(name.endswith(NNX) for name in weights) else ""
         self.names = {
-            name.removesuffix(ending).replace(f"{WEIGHTS}.", "", 2): name for name in weights
+            key + name.removeprefix(start).removesuffix(ending).removeprefix(f"{WEIGHTS}."): name
+            for name in stated
+            for start, key in STARTS.items()
+            if name.startswith(start)
         }
-        if len(self.names) < len(weights):
-            raise SourceError(f"{root / METADATA}: has two arrays of one name; copy it again")
+        self.others = sorted(stated.keys() - self.names.values())
         self.opened = self._open(driver, ocdbt, CACHE)
         largest = max(map(_chunk_bytes, self.opened.values()))
         if CHUNKS * largest > CACHE:

@@ -92,6 +92,7 @@ class Optimizer(NamedTuple):
     keys: frozenset[str]  # under which the checkpoint stores it
     scalers: list[Scaler]  # of each optimizer in a training with fp16, else none
     live: bool = False  # it is the optimizer of a running model
+    lacking: str = ""  # why its groups have no settings, with which a training could go on
 
     @property
     def distributed(self) -> bool:
