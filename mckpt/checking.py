@@ -410,7 +410,7 @@ def holes(layout: Layout) -> list[str]:
         if s.replica or s.carried:
             continue
         places = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
-        for name in dict.fromkeys(p.tensor for p in s.pieces):
+        for name in s.tensors:
             for layer, expert in places:
                 stored.setdefault((name, layer, expert), []).append(number)
     faults: dict[tuple[str, tuple[int, ...]], str | None] = {}  # many tensors are cut alike

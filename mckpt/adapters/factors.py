@@ -427,7 +427,7 @@ def shared(layout: Layout, names: AdapterNames) -> Layout:
         group.setdefault(name, []).append(module)
     stored, shapes = [_of_each_expert(s, names) for s in layout.stored], dict(layout.shapes)
     for s in stored[:]:
-        for name in {p.tensor for p in s.pieces}:
+        for name in s.tensors:
             factor, at, state = name.partition("@")
             for module in group.get(factor, ()):
                 own = np.isin(s.layer, module.bound.layers)

@@ -118,7 +118,7 @@ def merged(layout: Layout, fitted: Fit, adapter: PeftAdapter) -> Layout:
     stored: list[Stored] = []
     seen: set[Place] = set()
     for s in layout.stored:
-        templates = {p.tensor for p in s.pieces}
+        templates = set(s.tensors)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for row, at in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
             places = [(name, *at) for name in sorted(templates)]
@@ -275,7 +275,7 @@ def _segment(s: Stored, row: int, piece: Piece, part: FactorProduct) -> Segment:
 
 def _replacing(layout: Layout, fitted: Fit, adapter: PeftAdapter, first: int) -> Iterable[Stored]:
     """Returns the tensors of an adapter that replace those of its base, in the base's dtype."""
-    dtypes = {p.tensor: s.dtype for s in layout.stored if not s.replica for p in s.pieces}
+    dtypes = {n: s.dtype for s in layout.stored if not s.replica for n in s.tensors}
     for (name, layer, expert), (box, row) in fitted.whole.items():
         entry = adapter.entries.entry(row)
         piece = Piece(name, box, 0, row_major(entry.shape))

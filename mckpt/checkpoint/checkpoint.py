@@ -381,6 +381,6 @@ def without_mtp_layers(layout: Layout, num_layers: int) -> Layout:
         for number in set((s.layer[~inside] - num_layers).tolist()):
             ignored[s.key.replace("{mtp}", str(number))] = mapping.NO_MTP
     stored = [s for s in stored if len(s)]
-    held = {p.tensor for s in stored for p in s.pieces}
+    held = {name for s in stored for name in s.tensors}
     shapes = {name: shape for name, shape in layout.shapes.items() if name in held}
     return replace(layout, stored=stored, shapes=shapes, ignored=ignored)

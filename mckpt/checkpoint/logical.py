@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import SourceError, UsageError, counted
@@ -13,6 +13,7 @@ from mckpt.geometry.box import (
     Box,
     Layout,
     Piece,
+    Rows,
     Stored,
     by_axes,
     gaps,
@@ -181,7 +182,7 @@ class _Held(NamedTuple):
     """Pieces of stored tensors whose values are computed alike; see `Stored.groups`."""
 
     stored: Stored
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     added: int | None  # the number of the piece, if a product is added to it
     row_of: Mapping[tuple[int, int], int]  # layer and expert -> number of the stored tensor
 
@@ -253,6 +254,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
         for held in self._stored[template]:
             row = held.row_of.get((layer, expert))
             if row is not None:
+                if isinstance(held.pieces, Rows):
+                    first, count = box.offset[0], box.shape[0]
+                    held = held._replace(pieces=held.pieces.within(first, first + count))
                 self._place(held, row, into, out)
                 inner = (overlap(piece.box, box) for piece in held.pieces)
                 covered += sum(math.prod(one.shape) for one in inner if one is not None)
@@ -269,6 +273,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
         box of `into`.
         """
         s, pieces = held.stored, held.pieces
+        if not pieces:
+            return
         # all pieces of a logical tensor have one offset
         term = "" if held.added is None else s.term
         cast = Cast(s.stored_as, s.dtype, -pieces[0].offset, term)

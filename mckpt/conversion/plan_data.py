@@ -50,7 +50,7 @@ def dtypes_of_target(source: Checkpoint, target: TargetOptions) -> tuple[dict[st
     if target.dtype is not None:
         wanted = dtypes.parse(target.dtype)
         refuse_casts(source, target.dtype)
-        names = {p.tensor for s in source.layout.stored if not s.carried for p in s.pieces}
+        names = {n for s in source.layout.stored if not s.carried for n in s.tensors}
         cast = {name: wanted for name in names if not is_state(name)}
         return cast | _states(source), wanted
     kinds = dtypes_of(source.layout)

@@ -122,7 +122,7 @@ class Averaging(Addition):
         if not self.masters:
             return one.layout
         layout = one.with_optimizer().layout
-        weights = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+        weights = {name: s.dtype for s in layout.stored for name in s.tensors}
         suffix, kept, held = f"@{MASTER}", list[Stored](), set[str]()
         for s in layout.stored:
             pieces = tuple(
@@ -147,7 +147,7 @@ class Averaging(Addition):
             )
             if rest:
                 kept.append(replace(s, pieces=rest, view=True))
-        names = {p.tensor for s in kept for p in s.pieces}
+        names = {name for s in kept for name in s.tensors}
         shapes = {name: shape for name, shape in layout.shapes.items() if name in names}
         return replace(layout, stored=kept, shapes=shapes)
 

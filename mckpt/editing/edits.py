@@ -149,7 +149,7 @@ class Editing(Addition):
         for edit in self.edits:
             after = edit.dims(dims)
             base, dims = edit.layout(base, dims), after
-            held = {p.tensor for s in base.stored for p in s.pieces}
+            held = {name for s in base.stored for name in s.tensors}
             shapes = {name: shape for name, shape in base.shapes.items() if name in held}
             base = replace(base, shapes=shapes)  # the next edit must not see those left out
         return base

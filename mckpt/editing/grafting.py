@@ -209,7 +209,7 @@ class Graft(Edit):
             for one in again(placed, within):
                 stored += parted(one, wanted)[0]
         found = replace(layout, files=files, stored=stored)
-        names = {p.tensor for s in stored for p in s.pieces}
+        names = {name for s in stored for name in s.tensors}
         shapes = {name: layout.shapes[name.partition("@")[0]] for name in names}
         found = replace(layout, files=files, stored=stored, shapes=shapes)
         return self._with_states(found, kinds_of(base)) if states else found
@@ -236,7 +236,7 @@ class Graft(Edit):
 
 def _weights(s: Stored) -> set[tuple[str, int, int]]:
     """Returns the weights of which stored tensors have a part: template, layer and expert."""
-    names = {p.tensor for p in s.pieces if "@" not in p.tensor}
+    names = {name for name in s.tensors if "@" not in name}
     places = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
     return {(name, *place) for name in names for place in places}
 

@@ -238,7 +238,7 @@ class MeanHeads(Edit):
 
 def _from_masters(layout: Layout, wanted: Any) -> Iterator[Stored]:
     """Yields the wanted tensors; weights are read from their master copies, if they have some."""
-    dtypes = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+    dtypes = {name: s.dtype for s in layout.stored for name in s.tensors}
     suffix = f"@{MASTER}"
     yield from only(
         layout.stored, lambda name: wanted(name) and f"{name}{suffix}" not in layout.shapes

@@ -142,8 +142,8 @@ class Hybrid(Edit):
         new_of = [{old: n for n, old in {**one, **behind}.items()} for one in self._places(dims)]
         stored = list[Stored]()
         for s in layout.stored:
-            mlp = {p.tensor for p in s.pieces if OF_MLP.match(p.tensor)}
-            attention = {p.tensor for p in s.pieces if LAYER in p.tensor} - mlp
+            mlp = {name for name in s.tensors if OF_MLP.match(name)}
+            attention = {name for name in s.tensors if LAYER in name} - mlp
             if not mlp | attention:
                 stored.append(s)
             for names, place in zip((attention, mlp), new_of, strict=True):
@@ -157,7 +157,7 @@ class Hybrid(Edit):
     def _new(self, layout: Layout, dims: Dims) -> Layout:
         """Returns the new tensors and their states. dims: those of the hybrid."""
         files, stored, shapes = [*layout.files], list[Stored](), dict[str, tuple[int, ...]]()
-        dtypes = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+        dtypes = {name: s.dtype for s in layout.stored for name in s.tensors}
         for rest, kind, low, high in _values(dims):
             if rest == "attn_norm.bias" and "final_norm.bias" not in dtypes:
                 continue

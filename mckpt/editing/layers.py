@@ -98,7 +98,7 @@ class Layers(Edit):
             files.append(ZEROS)
         stored, dropped = list[Stored](), dict(layout.dropped)
         for s in layout.stored:
-            if not any(LAYER in p.tensor for p in s.pieces):
+            if not any(LAYER in name for name in s.tensors):
                 stored.append(s)
                 continue
             heard, silent = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -142,7 +142,7 @@ def _numbered(layout: Layout, before: Dims, after: Dims) -> Layout:
         replace(s, pieces=tuple(p._replace(tensor=renamed(p.tensor)) for p in s.pieces))
         for s in layout.stored
     ]
-    held = {p.tensor for s in layout.stored for p in s.pieces}
+    held = {name for s in layout.stored for name in s.tensors}
     shapes = {renamed(name): shape for name, shape in layout.shapes.items() if name in held}
     return replace(layout, stored=stored, shapes=shapes)
 

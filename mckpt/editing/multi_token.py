@@ -76,7 +76,7 @@ class MultiToken(Edit):
         shapes = {**layout.shapes, **end.shapes}
         for new in range(first, first + self.add):
             for s in (s for s in layout.stored if not s.replica):
-                if all(LAYER in p.tensor for p in s.pieces):
+                if all(LAYER in name for name in s.tensors):
                     last = [
                         (row, new) for row, at in enumerate(s.layer.tolist()) if at == count - 1
                     ]
@@ -100,7 +100,7 @@ def _extent(layout: Layout, name: str) -> tuple[int, ...]:
 
 def _new(files: list[str], layout: Layout, dims: Dims, layer: int) -> Iterator[Stored]:
     """Yields the tensors of a layer of multi-token prediction that no decoder layer has."""
-    dtypes = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+    dtypes = {name: s.dtype for s in layout.stored for name in s.tensors}
     width = dims["hidden_size"]
     block = max(n for n in range(1, BLOCK + 1) if width % n == 0)
     identity, one = np.eye(block, dtype="f4"), np.ones(width, "f4")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mckpt.errors import UsageError
 from mckpt.formats.megatron.optimizer import MASTER
-from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
+from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
 
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
@@ -43,7 +43,7 @@ def kinds_of(layout: Layout) -> dict[str, dict[str, str]]:
     """Returns the states that the optimizer has of each logical tensor: kind -> dtype."""
     found: dict[str, dict[str, str]] = {}
     for s in layout.stored:
-        for weight, at, kind in (p.tensor.partition("@") for p in s.pieces):
+        for weight, at, kind in (name.partition("@") for name in s.tensors):
             own = found.setdefault(weight, {})
             own |= {kind: s.dtype} if at else {}
     return found
@@ -65,10 +65,11 @@ def kinds_of_new(edit: str, layout: Layout) -> dict[str, str]:
 def only(stored: Iterable[Stored], keep: Callable[[str], bool]) -> Iterator[Stored]:
     """Yields stored tensors with those of their pieces whose logical name is kept."""
     for s in stored:
-        pieces = tuple(p for p in s.pieces if keep(p.tensor))
-        if len(pieces) == len(s.pieces):
+        if all(map(keep, s.tensors)):
             yield s
-        elif pieces:
+            continue
+        pieces = tuple(p for p in s.pieces if keep(p.tensor))
+        if pieces:
             yield replace(s, pieces=pieces, view=True)
 
 
@@ -78,7 +79,7 @@ def parted(s: Stored, wanted: Callable[[str, int, int], bool]) -> tuple[list[Sto
 
     wanted: is given the template of a weight, the layer and the expert.
     """
-    names = sorted({p.tensor for p in s.pieces})
+    names = sorted(set(s.tensors))
     rows_of: dict[frozenset[str], list[tuple[int, int]]] = {}
     for row, place in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
         here = frozenset(name for name in names if wanted(name.partition("@")[0], *place))
@@ -115,7 +116,7 @@ def with_new_states(layout: Layout, wanted: Mapping[str, Mapping[str, str]]) -> 
                 own = (piece._replace(tensor=name),)
                 wide = s.stored_as if s.stored_as != dtype else None
                 stored.append(replace(s, dtype=dtype, pieces=own, rounded_from=wide, view=True))
-    shapes = {p.tensor: layout.shapes[p.tensor.partition("@")[0]] for s in stored for p in s.pieces}
+    shapes = {n: layout.shapes[n.partition("@")[0]] for s in stored for n in s.tensors}
     return replace(layout, files=files, stored=stored, shapes=shapes)
 
 
@@ -148,6 +149,34 @@ def rows(piece: Piece, low: int, high: int, axis: int = 0) -> Iterator[Piece]:
             box=Box(tuple(offset), tuple(shape)),
             start=piece.start + (start - first) * piece.strides[axis],
         )
+
+
+def scattered(pieces: Sequence[Piece], old_of: np.ndarray) -> Rows:
+    """Returns the rows of pieces, which differ in nothing but their rows, at their new places.
+
+    old_of: the old row of each new one, -1 if it has none.
+    """
+    like, step = pieces[0], pieces[0].strides[0]
+    if not isinstance(pieces, Rows):
+        table = [(p.box.offset[0], p.box.shape[0], p.start) for p in pieces]
+        pieces = Rows(like, *np.array(table, "i8").T)
+    within = np.arange(pieces.rows.sum())
+    within -= np.repeat(np.cumsum(pieces.rows) - pieces.rows, pieces.rows)
+    old = np.repeat(pieces.first, pieces.rows) + within
+    place_of = np.full(max(old.max(), old_of.max()) + 2, -1)  # the last: of rows that are new
+    place_of[old] = np.repeat(pieces.start, pieces.rows) + within * step
+    at = place_of[old_of]
+    new = np.flatnonzero(at >= 0)
+    return joined(like, new, at[new])
+
+
+def joined(like: Piece, new: np.ndarray, at: np.ndarray) -> Rows:
+    """Returns pieces like `like` with the rows `new` of a tensor, which start at the elements `at`
+    of a buffer. Rows that follow each other in both are one piece.
+    """
+    apart = (np.diff(new) != 1) | (np.diff(at) != like.strides[0])
+    starts = np.flatnonzero(np.concatenate([new[:1] == new[:1], apart]))
+    return Rows(like, new[starts], np.diff(starts, append=len(new)), at[starts])
 
 
 def new_values(

@@ -173,8 +173,8 @@ class Prune(Edit):
                     dropped[f"{what} of {plain(name)}"] = why
         stored, left = list[Stored](), MOST
         for s in layout.stored:
-            by_expert = what == EXPERTS and any("{expert}" in p.tensor for p in s.pieces)
-            if not by_expert and not any(p.tensor in axes for p in s.pieces):
+            by_expert = what == EXPERTS and any("{expert}" in name for name in s.tensors)
+            if not by_expert and not any(name in axes for name in s.tensors):
                 stored.append(s)
                 continue
             groups: dict[Indices, list[tuple[int, int]]] = {}
@@ -212,7 +212,7 @@ def _experts(s: Stored, kept: Indices, dropped: dict[str, str], why: str) -> Ite
     """Yields the tensors of the kept experts with their new numbers, and notes the others."""
     new = {old: number for number, old in enumerate(kept)}
     places = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
-    for name in {p.tensor for p in s.pieces if "@" not in p.tensor}:
+    for name in [n for n in s.tensors if "@" not in n]:
         left = (place for place in places if place[1] not in new)
         dropped |= {name.format(layer=layer, expert=expert): why for layer, expert in left}
     within = [(row, layer) for row, (layer, expert) in enumerate(places) if expert in new]

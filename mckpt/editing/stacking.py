@@ -82,7 +82,7 @@ class Stack(Edit):
                     places.setdefault(old, []).append(new)
             for s in one.stored:
                 placed, held = replace(s, file=numbers[s.file]), s.layer.tolist()
-                if any(LAYER in p.tensor for p in s.pieces):
+                if any(LAYER in name for name in s.tensors):
                     at = [(row, n) for row, old in enumerate(held) for n in places.get(old, ())]
                     kept, lost = list(again(placed, at)), {*held} - places.keys()
                 else:

@@ -128,7 +128,7 @@ def again(data: Any, of: Checkpoint, dims: Dims, others: Sequence[Checkpoint] = 
                 found.append(Graft(fields["take"], fields["digest"], some[0]))
             else:
                 found.append(kinds[name].again(fields, dims))
-        except (KeyError, TypeError, msgspec.ValidationError):
+        except (KeyError, TypeError, ValueError, msgspec.ValidationError):
             raise UsageError(
                 f"{of.path}: its edit {name} cannot be done again from {MANIFEST} alone; run `mckpt"
                 " edit` again and compare the results with `mckpt diff`"

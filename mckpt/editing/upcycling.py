@@ -210,7 +210,7 @@ class Upcycle(Edit):
                 own = (shape[0], width) if found[1] == "down" else (width, shape[1])
                 shapes[_of_expert(name)] = own
         for s in layout.stored:
-            names = sorted({p.tensor for p in s.pieces if MLP.fullmatch(p.tensor)})
+            names = sorted(name for name in s.tensors if MLP.fullmatch(name))
             rest = tuple(p for p in s.pieces if p.tensor not in names)
             if rest:
                 stored.append(replace(s, pieces=rest, view=True) if names else s)
@@ -336,5 +336,5 @@ def _factor_of(s: Stored, state: str, factor: float) -> float:
 
 def _states(layout: Layout) -> dict[str, str]:
     """Returns the dtypes of the mlp's weights, under "", and of the states that they have."""
-    found = {p.tensor: s.dtype for s in layout.stored for p in s.pieces}
+    found = {name: s.dtype for s in layout.stored for name in s.tensors}
     return {n.partition("@")[2]: t for n, t in found.items() if n.partition("@")[0] == DOWN}

@@ -8,17 +8,18 @@ import math
 import os
 import re
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.editing.edits import KEPT, Edit
-from mckpt.editing.pieces import file_of, is_moment, rows
+from mckpt.editing.pieces import file_of, is_moment, joined, number_of, only, scattered
 from mckpt.editing.tokens import Tokenizer, restated
 from mckpt.errors import UsageError, counted
 from mckpt.formats.hf_config import (
@@ -28,7 +29,7 @@ from mckpt.formats.hf_config import (
     is_of_tokenizer,
     side_files,
 )
-from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Stored, row_major
+from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims
 from mckpt.storage.files import read_json
@@ -45,15 +46,7 @@ MOST_SHOWN = 8  # ranges of rows in a message
 _KEYS = {"size", "init", "seed", "tokenizer", "map"}
 
 
-class Run(NamedTuple):
-    """Rows of the new vocabulary that are rows of the old one."""
-
-    new: int  # the first
-    old: int
-    rows: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vocabulary(Edit):
     """Changes the rows of the vocabulary.
 
@@ -62,15 +55,15 @@ class Vocabulary(Edit):
         covariance of the old rows, drawn with `seed`; "zero"; "subword", the mean of the rows of
         `pieces`; or the number of the row that it is a copy of. Moments of new rows are zero, and
         their master copies are the new rows in float32.
-    kept: the old rows that are kept; None if each keeps its number. tokenizer: the directory of the
-        new tokenizer. old_tokenizer: whether that of the source still fits. old_size: the rows of
-        the source.
+    kept: the old row of each new one, -1 if it is new; None if each keeps its number. tokenizer:
+        the directory of the new tokenizer. old_tokenizer: whether that of the source still fits.
+        old_size: the rows of the source.
     """
 
     size: int
     init: int | str = "mean"
     seed: int = 0
-    kept: tuple[Run, ...] | None = None
+    kept: np.ndarray | None = None
     pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
     tokenizer: str = ""
     old_tokenizer: bool = True
@@ -78,6 +71,9 @@ class Vocabulary(Edit):
     # the file of the new rows of each weight, which are computed once
     _written: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
     contract = KEPT
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.data == other.data
 
     @staticmethod
     def of(given: dict[str, Any], dims: Dims) -> Vocabulary:
@@ -88,20 +84,28 @@ class Vocabulary(Edit):
             raise ValueError("wants size, a number of rows, init, seed, tokenizer and map")
         if init == "subword" and "tokenizer" not in given:
             raise ValueError("init subword needs tokenizer, the directory of the new one")
-        kept, directory, most = None, str(given.get("tokenizer", "")), -1
+        pairs, directory, most = dict[int, int](), str(given.get("tokenizer", "")), -1
         if directory:
             if not Path(directory, FAST_TOKENIZER).is_file():
                 raise ValueError(f"{directory} has no {FAST_TOKENIZER}, which describes its tokens")
             most = Tokenizer(Path(directory)).last
         if "map" in given:
             pairs = _numbers(Path(str(given["map"])))
-            kept, most = runs(pairs.items()), max([most, *pairs])
+            most = max([most, *pairs])
         if size is None and most < 0:
             raise KeyError("size")
         size = most + 1 if size is None else size
         if size <= most:
             raise ValueError(f"size {size} has no row for token {most}")
+        kept = _old_rows(size, pairs) if "map" in given else None
         return Vocabulary(size, init, seed, kept, tokenizer=directory)
+
+    @classmethod
+    def again(cls, data: Any, dims: Dims) -> Vocabulary:
+        text = msgspec.convert(data["kept"], str | None)
+        kept = None if text is None else _from_text(text, data["size"])
+        found: Vocabulary = msgspec.convert({**data, "kept": None}, cls)
+        return replace(found, kept=kept)
 
     def unfit(self, source: Checkpoint) -> str:
         if self.kept is not None or self.tokenizer:
@@ -129,10 +133,10 @@ class Vocabulary(Edit):
             new = Tokenizer(Path(self.tokenizer))
             if self.kept is None:
                 same = {n: o for n, o in new.same_as(old) if o < count}
-                out = replace(out, kept=runs(same.items()))
+                out = replace(out, kept=_old_rows(self.size, same))
             if self.init == "subword":
                 tokens = {number: token for token, number in new.ids.items()}
-                wanted = [n for n in out.missing(count) if n in tokens]
+                wanted = [n for n in np.flatnonzero(out.old_of(count) < 0).tolist() if n in tokens]
                 split = old.pieces((tokens[n] for n in wanted), new)
                 found = zip(wanted, split, strict=True)
                 pieces = ((n, tuple(p for p in one if p < count)) for n, one in found)
@@ -152,7 +156,7 @@ class Vocabulary(Edit):
             "size": self.size,
             "init": self.init,
             "seed": self.seed,
-            "kept": self.kept,
+            "kept": self._text,
             "pieces": self.pieces,
             "old_tokenizer": self.old_tokenizer,
         }
@@ -162,23 +166,35 @@ class Vocabulary(Edit):
         new = f"copies of row {self.init}" if isinstance(self.init, int) else self.init
         said = f"the vocabulary has {counted(self.size, 'row')}"
         if self.kept is not None:
-            said += f", {sum(run.rows for run in self.kept):,} of them old ones"
+            said += f", {np.count_nonzero(self.kept >= 0):,} of them old ones"
         said += f"; new ones are {new}"
         return said + "; the tokenizer is left out, because its tokens have other numbers" * (
             not self.old_tokenizer
         )
 
     @cached_property
-    def _used(self) -> tuple[int, int]:
-        """Returns the smallest number in `kept`, of either side, and the largest old one."""
-        kept = self.kept or ()
-        return min(map(min, kept), default=0), max((r.old + r.rows - 1 for r in kept), default=0)
+    def _text(self) -> str | None:
+        """Returns `kept` as text: ranges of old rows in the order of the new ones, and +N for N
+        rows that are new.
+        """
+        if self.kept is None:
+            return None
+        step = np.diff(self.kept)
+        apart = (step != 1) | (self.kept[1:] == 0)
+        apart &= (step != 0) | (self.kept[1:] >= 0)
+        starts = np.flatnonzero(np.concatenate([[True], apart]))
+        counts = np.diff(starts, append=self.size).tolist()
+        found = zip(self.kept[starts].tolist(), counts, strict=True)
+        return ",".join(
+            f"+{n}" if old < 0 else f"{old}-{old + n - 1}" if n > 1 else f"{old}"
+            for old, n in found
+        )
 
     def dims(self, dims: Dims) -> Dims:
-        old, (low, high) = dims["vocab_size"], self._used
+        old, high = dims["vocab_size"], -1 if self.kept is None else int(self.kept.max())
         of_init = self.init if isinstance(self.init, int) else 0
-        if self.size < 1 or not 0 <= of_init < old or low < 0 or high >= old:
-            of_map = f", row {high if high >= old else low} of map" if self.kept else ""
+        if self.size < 1 or not 0 <= of_init < old or high >= old:
+            of_map = "" if self.kept is None else f", row {high} of map"
             raise UsageError(
                 f"vocab: size {self.size}, init {self.init}{of_map}: the vocabulary has the rows 0"
                 f" to {old - 1}"
@@ -189,22 +205,20 @@ class Vocabulary(Edit):
 
     # ------------------------------------------------------------------------- the old and new rows
 
-    def runs(self, old: int) -> tuple[Run, ...]:
-        """Returns the rows that are kept of `old` ones, in the order of the new ones."""
-        return (Run(0, 0, min(old, self.size)),) if self.kept is None else self.kept
-
-    def missing(self, old: int) -> list[int]:
-        """Returns the numbers of the new rows that are not old ones."""
-        held = np.zeros(self.size, bool)
-        for run in self.runs(old):
-            held[run.new : run.new + run.rows] = True
-        found: list[int] = np.flatnonzero(~held).tolist()
-        return found
+    def old_of(self, old: int) -> np.ndarray:
+        """Returns the old row of each new one, -1 if it is new. old: the number of old rows."""
+        if self.kept is not None:
+            return self.kept
+        rows = np.arange(self.size)
+        return np.where(rows < old, rows, -1)
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        every = reversed(self.kept or ())
-        return {run.old + i: run.new + i for run in every for i in range(run.rows)}
+    def _places(self) -> np.ndarray:
+        """Returns the first new row of each old one, -1 if it is left out."""
+        old_of = self.old_of(self.old_size)[::-1]
+        found = np.full(self.old_size, -1)
+        found[old_of[old_of >= 0]] = self.size - 1 - np.flatnonzero(old_of >= 0)
+        return found
 
     def place(self, number: int) -> int | None:
         """Returns the new number of an old row, None if it is left out. The number of no row, such
@@ -212,7 +226,8 @@ class Vocabulary(Edit):
         """
         if not 0 <= number < self.old_size:
             return number
-        return self._places.get(number) if self.kept is not None else number
+        place = int(self._places[number]) if self.kept is not None else number
+        return place if place >= 0 else None
 
     # ----------------------------------------------------------------- the files beside the weights
 
@@ -245,64 +260,70 @@ class Vocabulary(Edit):
         names = {name: shape for name, shape in layout.shapes.items() if ROWS.fullmatch(name)}
         shapes = {**layout.shapes, **{n: (self.size, *shape[1:]) for n, shape in names.items()}}
         stored, dropped = list[Stored](), dict(layout.dropped)
-        # a row that several new ones are copies of is read several times, each from its own buffer
-        once = _apart(self.runs(old))
+        old_of = self.old_of(old)
         for s in layout.stored:
-            mine = [p for p in s.pieces if p.tensor in names]
-            if not mine:
+            alike: dict[Piece, Sequence[Piece]] = {}  # pieces that differ in their rows alone
+            for name, pieces in s.by_name().items():
+                if name in names:
+                    alike |= _alike(pieces)
+            if not alike:
                 stored.append(s)
                 continue
-            rest = [p for p in s.pieces if p.tensor not in names]
-            for number, chosen in enumerate(once):
-                moved = [part for p in mine for part in _moved(p, chosen)]
-                if pieces := tuple(moved if number else [*rest, *moved]):
-                    stored.append(replace(s, pieces=pieces, view=True))
-            if rest and not once:
-                stored.append(replace(s, pieces=tuple(rest), view=True))
+            stored += only([s], lambda name: name not in names)
+            for part in (scattered(pieces, old_of) for pieces in alike.values()):
+                if len(part):
+                    stored.append(replace(s, pieces=part, view=True, shared=True))
         unused = np.ones(old, bool)
-        for run in self.runs(old):
-            unused[run.old : run.old + run.rows] = False
-        if lost := np.flatnonzero(unused).tolist():
+        unused[old_of[old_of >= 0]] = False
+        lost = np.flatnonzero(unused)
+        if len(lost):
             why = f"{counted(len(lost), 'token')} not in the new vocabulary"
             dropped |= {f"{name}, {_said(lost)}": why for name in names}
         ignored = {**layout.ignored, **dropped}
         out = replace(layout, stored=stored, shapes=shapes, dropped=dropped, ignored=ignored)
-        new = self.missing(old)
-        return self._with_new_rows(layout, out, names, new, old) if new else out
+        new = np.flatnonzero(old_of < 0)
+        return self._with_new_rows(layout, out, names, new, old) if len(new) else out
 
     def _with_new_rows(
-        self, before: Layout, layout: Layout, names: Iterable[str], new: list[int], old: int
+        self, before: Layout, layout: Layout, names: Iterable[str], new: np.ndarray, old: int
     ) -> Layout:
         """Returns the layout with the rows of the numbers `new`, which have files of their own."""
         reader, stored, files = Reader(before), [*layout.stored], [*layout.files]
-        blocks = runs(zip(new, range(len(new)), strict=True))
+        at = self._rows_of_file(new)
+        of_row = np.full(at.max() + 1, -1)
+        of_row[at] = new
         for name in sorted(names):
             weight, shape = name.partition("@")[0], before.shapes[name]
-            dtype = next(s.dtype for s in before.stored for p in s.pieces if p.tensor == name)
+            dtype = next(s.dtype for s in before.stored if name in s.tensors)
             if moment := is_moment(name):
                 file = ZEROS
             else:
                 if weight not in self._written or not self._written[weight].exists():
-                    made = self._rows(reader[weight], new, old)
+                    made = self._rows(reader[weight], of_row.tolist(), old)
                     self._written[weight] = file_of(part.tobytes() for part in made)
                 file = str(self._written[weight])
-            files += [] if file in files else [file]
             strides = row_major(shape)
-            pieces = tuple(
-                Piece(
-                    name,
-                    Box((run.new, *(0,) * (len(shape) - 1)), (run.rows, *shape[1:])),
-                    run.old * strides[0],
-                    strides,
-                )
-                for run in blocks
-            )
-            where = np.array([[0], [0], [files.index(file)], [0]], "i8")
+            like = Piece(name, Box((0,) * len(shape), (1, *shape[1:])), 0, strides)
+            where = np.array([[0], [0], [number_of(files, file)], [0]], "i8")
             wide = None if moment or dtype == "float32" else "float32"
             key = f"{NEW}rows of {name}"
-            size = (len(new), *shape[1:])
-            stored.append(Stored(key, dtype, size, pieces, *where, rounded_from=wide))
+            pieces = joined(like, new, at * strides[0])
+            size = (len(of_row), *shape[1:])
+            stored.append(Stored(key, dtype, size, pieces, *where, shared=True, rounded_from=wide))
         return replace(layout, files=files, stored=stored)
+
+    def _rows_of_file(self, new: np.ndarray) -> np.ndarray:
+        """Returns the row of the file of new rows that each of the rows `new` has. Equal rows,
+        which are at the start of the file, are as many as follow each other, but at most BLOCK.
+        """
+        if self.init == "normal":
+            return np.arange(len(new))
+        own = np.isin(new, [number for number, _ in self.pieces])
+        begins = own | (np.diff(new, prepend=-2) != 1) | np.concatenate([[True], own[:-1]])
+        number = np.arange(len(new))
+        at = (number - np.maximum.accumulate(np.where(begins, number, 0))) % BLOCK
+        at[own] = at[~own].max(initial=-1) + 1 + np.arange(np.count_nonzero(own))
+        return at
 
     def _rows(self, tensor: LogicalTensor, new: list[int], old: int) -> Iterator[np.ndarray]:
         """Yields the new rows of a weight in float32, in blocks."""
@@ -333,52 +354,55 @@ def _numbers(path: Path) -> dict[int, int]:
     content = read_json(path, 1 << 30)
     if not isinstance(content, dict) or not all(type(n) is int for n in content.values()):
         raise ValueError(f'{path}: is an object of new numbers and old ones: {{"0": 5}}')
-    return {int(new): old for new, old in content.items()}
+    pairs = {int(new): old for new, old in content.items()}
+    if (least := min([0, *pairs, *pairs.values()])) < 0:
+        raise ValueError(f"{path}: row {least}: rows have numbers from 0 on")
+    return pairs
 
 
-def runs(pairs: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-    """Returns pairs of a new and an old number as runs, in the order of the new ones."""
-    found: list[Run] = []
-    for new, old in sorted(pairs):
-        last = found[-1] if found else Run(-1, -1, 0)
-        if (last.new + last.rows, last.old + last.rows) == (new, old):
-            found[-1] = last._replace(rows=last.rows + 1)
+def _old_rows(size: int, pairs: Mapping[int, int]) -> np.ndarray:
+    """Returns the old row of each of `size` new ones, -1 if `pairs` has none for it."""
+    found = np.full(size, -1)
+    found[np.fromiter(pairs, "i8")] = np.fromiter(pairs.values(), "i8")
+    return found
+
+
+def _from_text(text: str, size: int) -> np.ndarray:
+    """Returns the array that has this `Vocabulary._text`. Raises ValueError if none has."""
+    parts = list[np.ndarray]()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if part.startswith("+"):
+            parts.append(np.full(int(part), -1))
         else:
-            found.append(Run(new, old, 1))
-    return tuple(found)
+            parts.append(np.arange(int(first), int(last or first) + 1))
+    found = np.concatenate(parts)
+    if len(found) != size:
+        raise ValueError(f"{len(found)} rows, not {size}")
+    return found
 
 
-def _apart(listed: Iterable[Run]) -> list[list[Run]]:
-    """Returns the runs in lists in which no old row comes twice, in the order of the old ones."""
-    out: list[list[Run]] = []
-    for run in sorted(listed, key=lambda run: run.old):
-        for chosen in out:
-            if chosen[-1].old + chosen[-1].rows <= run.old:
-                chosen.append(run)
-                break
-        else:
-            out.append([run])
-    return out
+def _alike(pieces: Sequence[Piece]) -> dict[Piece, Sequence[Piece]]:
+    """Returns the pieces that are read, in groups that differ in nothing but their rows."""
+    if isinstance(pieces, Rows):
+        return {pieces.like: pieces}
+    found: dict[Piece, list[Piece]] = {}
+    for p in (p for p in pieces if not p.copy):
+        key = p._replace(box=Box((0, *p.box.offset[1:]), (0, *p.box.shape[1:])), start=0)
+        found.setdefault(key, []).append(p)
+    return {**found}
 
 
-def _moved(piece: Piece, chosen: list[Run]) -> Iterator[Piece]:
-    """Yields the parts of a piece that are in some runs, at their new rows."""
-    first, end = piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0]
-    at = max(bisect_right(chosen, first, key=lambda run: run.old) - 1, 0)
-    for new, old, count in itertools.takewhile(lambda run: run.old < end, chosen[at:]):
-        for part in rows(piece, old, old + count):
-            offset = (part.box.offset[0] + new - old, *part.box.offset[1:])
-            yield part._replace(box=part.box._replace(offset=offset))
-
-
-def _said(numbers: list[int]) -> str:
+def _said(numbers: np.ndarray) -> str:
     """Returns numbers of rows as ranges in words, the first of them if they are many."""
+    starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+    counts = np.diff(starts, append=len(numbers))[:MOST_SHOWN].tolist()
     found = [
-        f"{run.new} to {run.new + run.rows - 1}" if run.rows > 1 else f"{run.new}"
-        for run in runs((number, number) for number in numbers)
+        f"{first} to {first + count - 1}" if count > 1 else f"{first}"
+        for first, count in zip(numbers[starts[:MOST_SHOWN]].tolist(), counts, strict=True)
     ]
-    more = f" and {len(found) - MOST_SHOWN:,} more ranges" * (len(found) > MOST_SHOWN)
-    return f"rows {', '.join(found[:MOST_SHOWN])}{more}"
+    more = f" and {len(starts) - MOST_SHOWN:,} more ranges" * (len(starts) > MOST_SHOWN)
+    return f"rows {', '.join(found)}{more}"
 
 
 def _tokenizers(source: Checkpoint) -> Iterator[Tokenizer]:

@@ -135,7 +135,6 @@ class Cluster:
         self._find_strips()
         self.transposed = any(c.transposed for c in copies)
         self.cast = [c for c in copies if c.cast != SAME or c.grid != UNSCALED]
-        self.ranges = not self.cast and all(c.rows == c.src_item == c.src_step == 1 for c in copies)
 
     def _find_bands(self) -> None:
         """Finds the source spans; those that nearly touch become one."""
@@ -212,9 +211,8 @@ class Cluster:
         """
         at, bands, strips = 0, list[int](), list[int]()
         for band in self.bands:
-            if not (self.ranges and bands):
-                # elements that are aligned in the file are aligned in memory
-                at = _up(at) + band.at % 16
+            # elements that are aligned in the file are aligned in memory
+            at = _up(at) + band.at % 16
             bands.append(at)
             at += band.bytes(rows)
         for strip in self.strips:
@@ -235,8 +233,8 @@ class Cluster:
         for i, c in enumerate(self.copies):
             dense = (c.src_step, c.dst_step) == (c.src_item, c.dst_item)
             plain = c.cast == SAME and c.grid == UNSCALED and dense and not c.transposed
-            band = 0 if self.ranges else self.band_of[i]  # ranges lie side by side: one band
-            groups.setdefault((band, self.strip_of[i]) if plain else (-1, i), []).append(i)
+            place = (self.band_of[i], self.strip_of[i]) if plain else (-1, i)
+            groups.setdefault(place, []).append(i)
         bands, strips, _ = self.places(rows)
         found, others = list[Gather](), list[int]()
         for (b, s), group in groups.items():

@@ -4,6 +4,7 @@ with checksums computed on the way.
     transfer   the copies of a plan with their files, and how a process does them
     units      cuts the copies of the plan into slabs, which threads take, and units of slabs
     clusters   lays out in a buffer the copies that move together
+    chains     or many short rows, as arrays
     mover      copies one slab
     quantising quantises the rows of one slab
     measuring  finds the largest values of weights that share a scale

@@ -14,6 +14,7 @@ import numpy as np
 from isal import isal_zlib
 
 from mckpt.errors import UsageError
+from mckpt.execute.chains import Chain
 from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
 from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, read_or_fetch, write_at
@@ -29,11 +30,11 @@ from mckpt.execute.quantising import (
     overall_scale,
     quantise,
 )
-from mckpt.execute.units import Work, is_quantised, is_ranges
+from mckpt.execute.units import Work, are_short, is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Joined
 from mckpt.storage.descriptors import is_remote
 from mckpt.values.adding import Lengths
-from mckpt.values.dtypes import NoValue, cast
+from mckpt.values.dtypes import NoValue, cast, numpy_dtype
 from mckpt.values.element import PRODUCT, Cast, Element, Place
 from mckpt.values.quantisation import ALONE, E4M3, Grid
 
@@ -88,24 +89,27 @@ class Mover:
         """Copies the slab of this number, and returns the ranges that it wrote."""
         _, row, end, _, _ = work.slabs[number].item()
         records = work.cluster(number)
-        copies = [Copy(*c) for c in records.tolist()]
         slab = _SlabCopy(self, memory, check)
+        chained = len(records) > 1 and bool(are_short(records[:1])[0])
+        copies = [] if chained else [Copy(*c) for c in records.tolist()]
         quantised, overall = is_quantised(records), None
         if quantised and self.grid(copies[-1]).overall != ALONE:
             overall = self._overall(work, number, memory, check)
-        sources = {c.src_file for c in copies}
+        sources = set(records["src_file"].tolist())
         for c in copies if not quantised else ():
             if c.grid != UNSCALED and (term := self.element(c).term):
                 sources |= term.files
         with (
             self.sources.opened(sources) as slab.src,
-            self.targets.opened(c.dst_file for c in copies) as slab.dst,
+            self.targets.opened(records["dst_file"].tolist()) as slab.dst,
             np.errstate(all="ignore"),  # NaN and infinity are values like others
         ):
             if quantised:
                 slab.quantise(_of_weight(copies), copies[-1], row, end, overall)
             elif len(records) == 1 and is_ranges(records).all():
-                slab.copy_range(copies[0], row, end)
+                slab.copy_range(Copy(*records[0].item()), row, end)
+            elif chained:
+                slab.chain(records)
             else:
                 slab.stage(Cluster(copies), row, end)
         return merged(slab.written)
@@ -281,6 +285,44 @@ class _SlabCopy:
         """Writes bytes, and notes that they are written."""
         self._write(file, view, at)
         self.written.append((file, at, len(view), self._crc(view)))
+
+    def chain(self, records: np.ndarray) -> None:
+        """Copies short rows of one source file and one cast, in the order of their sources, as many
+        at a time as the buffer takes.
+        """
+        if len(records) == 1:
+            self.stage(Cluster([Copy(*records[0].item())]), 0, 1)
+            return
+        chain = Chain(records)
+        if chain.nbytes > min(len(self.memory), 3 * TILE):
+            half = len(records) // 2
+            self.chain(records[:half])
+            self.chain(records[half:])
+            return
+        self.check()
+        c = Copy(*records[0].item())
+        for at, place, nbytes in chain.spans.tolist():
+            self._read(c.src_file, self.memory[place : place + nbytes], at)
+        rows = chain.gathered(self.memory)
+        if c.cast != SAME:
+            source, target = map(numpy_dtype, self.mover.casts[c.cast][:2])
+            src = rows.view(source)[None]
+            dst = np.ndarray(src.shape, target, self.memory, chain.cast_at)
+            try:
+                self._place(c, src, dst, 0)
+            except Overflow:  # one row at a time, so that the error has the place of the value
+                for record in records:
+                    self.stage(Cluster([Copy(*record.item())]), 0, 1)
+                return
+            rows = dst[0].view("u1")
+        view, begin = memoryview(rows.data), 0
+        for file, at, nbytes in chain.strips.tolist():
+            part = view[begin : begin + nbytes]
+            self._write(file, part, at)
+            begin += nbytes
+            if nbytes >= ROW_SUM:
+                self.written.append((file, at, nbytes, self._crc(part)))
+        self.written += chain.unsummed(ROW_SUM)
 
     def stage(self, cluster: Cluster, row: int, end: int) -> None:
         """Copies rows [row, end) of a cluster, as many at a time as the buffer takes.

@@ -147,6 +147,13 @@ def is_ranges(w: np.ndarray) -> np.ndarray:
     return _is_flat(w) & ((w["rows"] == 1) | (w["run"] * w["src_item"] >= SHORT_RUN))
 
 
+def are_short(w: np.ndarray) -> np.ndarray:
+    """Returns a mask of the copies of one short row of neighbouring elements, for chains."""
+    dense = (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
+    short = (w["rows"] == 1) & (w["run"] * w["src_item"] < SHORT_RUN)
+    return dense & short & (w["grid"] == UNSCALED)
+
+
 def _normal(copies: np.ndarray, casts: Sequence[Cast]) -> np.ndarray:
     """Returns the same copies as _WORK, in source order and in one normal form.
 
@@ -283,16 +290,16 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Clusters are in source order. Staged copies with equally many rows form one cluster if their
     rows interleave in a source or in a target: `[a0 b0 a1 b1]`, or the column shards of one matrix.
-    Short ranges of bytes that are near each other in a source form one as well, of at most CHAIN
-    bytes.
+    Short rows that are near each other in a source form one as well, of at most CHAIN bytes.
     """
     first = np.arange(len(w), dtype="i4")
-    staged = np.flatnonzero(~is_ranges(w)).astype("i4")
+    in_chains = are_short(w)
+    staged = np.flatnonzero(~is_ranges(w) & ~in_chains).astype("i4")
     if len(staged):
         first[staged] = staged[
             _components([_neighbours(w, staged, side) for side in ("src", "dst")], len(staged))
         ]
-    short = np.flatnonzero(is_ranges(w) & (w["rows"] == 1) & (w["run"] < SHORT_RUN)).astype("i4")
+    short = np.flatnonzero(in_chains).astype("i4")
     first[short] = short[_chains(w, short)]
     order = np.argsort(first, kind="stable")
     first = first[order]
@@ -303,17 +310,17 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chains(w: np.ndarray, short: np.ndarray) -> np.ndarray:
-    """Returns for each of some ranges of bytes, in source order, the number of the first one in its
-    chain.
+    """Returns for each of some short rows, in source order, the number of the first one in its
+    chain. Rows may be read several times.
     """
-    end = w["src_at"][short] + w["run"][short]
-    gap = w["src_at"][short[1:]] - end[:-1]
-    linked = (gap >= 0) & (gap <= NEAR)
-    for name in ("src_file", "dst_file"):
+    size = w["run"][short] * w["src_item"][short]
+    gap = w["src_at"][short[1:]] - (w["src_at"][short] + size)[:-1]
+    linked = gap <= NEAR
+    for name in ("src_file", "cast", "src_item", "dst_item"):
         linked &= w[name][short[1:]] == w[name][short[:-1]]
     number = np.arange(len(short))
     starts = np.concatenate([number[:1] == 0, ~linked])
-    nbytes = np.cumsum(w["run"][short]) - w["run"][short]
+    nbytes = np.cumsum(size) - size
     first = np.maximum.accumulate(np.where(starts, number, 0))
     for before, most in ((nbytes - nbytes[first], CHAIN), (number - first, MOST_RANGES)):
         starts[1:] |= np.diff(before // most) != 0

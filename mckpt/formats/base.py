@@ -407,7 +407,7 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
     for s in layout.stored:
         if s.replica or s.carried or not len(s):
             continue
-        for name in {p.tensor for p in s.pieces}:
+        for name in s.tensors:
             out.setdefault(name, s.dtype)
             where.setdefault(name, {}).setdefault(
                 s.dtype,

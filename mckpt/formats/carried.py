@@ -60,7 +60,7 @@ def name_of(key: str) -> str:
 
 def names(layout: Layout) -> set[str]:
     """Returns the logical names of the carried tensors of a layout, as templates."""
-    return {p.tensor for s in layout.stored if s.carried for p in s.pieces}
+    return {name for s in layout.stored if s.carried for name in s.tensors}
 
 
 def of(layout: Layout) -> list[Row]:
@@ -69,7 +69,7 @@ def of(layout: Layout) -> list[Row]:
     """
     found = [s for s in layout.stored if s.carried and len(s)]
     found.sort(key=lambda s: (int(s.file[0]), int(s.at[0])))
-    dtypes = {p.tensor: s.dtype for s in reversed(found) for p in s.pieces}
+    dtypes = {name: s.dtype for s in reversed(found) for name in s.tensors}
     names = dict.fromkeys(p.tensor for s in found for p in s.pieces)
     return [Row(key_of(name), dtypes[name], layout.shapes[name]) for name in names]
 

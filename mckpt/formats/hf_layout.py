@@ -132,7 +132,7 @@ class Matching:
         """Adds the tensors that may be absent, as parts of a file of zeros; returns the files that
         this adds. If some of these tensors are there, it reports the others as missing.
         """
-        kinds = {plain(p.tensor): s.dtype for s in self.stored for p in s.pieces}
+        kinds = {plain(name): s.dtype for s in self.stored for name in s.tensors}
         at = 0
         for b, numbers in self.absent if not self.problems else ():
             whole = packed(b.rule, self.scope)

@@ -40,7 +40,7 @@ def with_factors(layout: Layout, factors: Mapping[str, float]) -> Layout:
     """
     stored = []
     for s in layout.stored:
-        here = {p.tensor: factors[p.tensor] for p in s.pieces if p.tensor in factors}
+        here = {name: factors[name] for name in s.tensors if name in factors}
         if here and not s.replica:
             factor = next(iter(here.values()))  # each rule has one, and q alone
             own = _factor(s)

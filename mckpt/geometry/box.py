@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
 
 
@@ -59,6 +60,61 @@ class Move(NamedTuple):
     dst_step: int
 
 
+class Rows(Sequence[Piece]):
+    """Pieces of one buffer that hold scattered rows of one tensor, as arrays: a vocabulary in a new
+    order has a hundred thousand.
+
+    Piece i has the `rows[i]` rows from row `first[i]` on, and starts at element `start[i]`. In all
+    else it is like the piece `like`.
+    """
+
+    def __init__(self, like: Piece, first: np.ndarray, rows: np.ndarray, start: np.ndarray) -> None:
+        self.like, self.first, self.rows, self.start = like, first, rows, start
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, i: Any) -> Any:
+        first, rows, start = (int(x[i]) for x in (self.first, self.rows, self.start))
+        (_, *offset), (_, *shape) = self.like.box
+        return self.like._replace(box=Box((first, *offset), (rows, *shape)), start=start)
+
+    def take(self, which: np.ndarray) -> Rows:
+        """Returns some of the pieces. which: their numbers, or a mask."""
+        return Rows(self.like, self.first[which], self.rows[which], self.start[which])
+
+    def alike(self) -> Iterator[Rows]:
+        """Yields the pieces that have equally many rows."""
+        for number in distinct(self.rows):
+            yield self.take(self.rows == number)
+
+    def within(self, low: int, high: int) -> Rows:
+        """Returns the pieces that have any of the rows low to high of the tensor."""
+        return self.take((self.first < high) & (low < self.first + self.rows))
+
+    def boxes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the offsets and the shapes of the boxes, as [pieces, axes]."""
+        offset, shape = (np.tile(np.array(x, "i8"), (len(self), 1)) for x in self.like.box)
+        offset[:, 0], shape[:, 0] = self.first, self.rows
+        return offset, shape
+
+    def moves(self, target: Piece) -> np.ndarray:
+        """Returns what `moves` does for all pieces, as an array of [moves, fields of Move]."""
+        low, high = target.box.offset[0], target.box.offset[0] + target.box.shape[0]
+        end = self.first + self.rows
+        inside = (low <= self.first) & (end <= high)
+        cut = self.take(~inside).within(low, high)
+        found = [np.array([*m], "i8")[None] for piece in cut for m in moves(piece, target)]
+        for same in self.take(inside).alike():
+            for m in moves(same[0], target):
+                out = np.tile(np.array([*m], "i8"), (len(same), 1))
+                out[:, Move._fields.index("src_start")] += same.start - same.start[0]
+                to = (same.first - same.first[0]) * target.strides[0]
+                out[:, Move._fields.index("dst_start")] += to
+                found.append(out)
+        return np.concatenate([np.empty((0, len(Move._fields)), "i8"), *found])
+
+
 class Scales(NamedTuple):
     """The encoding of quantised tensors: elements of `dtype`, and grids of scales."""
 
@@ -80,7 +136,7 @@ class Stored:
     key: str  # template of the stored key, for messages
     dtype: str  # of the values
     shape: tuple[int, ...]  # of one buffer, row-major
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     layer: np.ndarray
     expert: np.ndarray
     file: np.ndarray
@@ -91,6 +147,7 @@ class Stored:
     padding: bool = False  # elements that no piece covers are padding, and zero
     # the buffer is the range that a strided view spans; its other elements are unknown
     view: bool = False
+    shared: bool = False  # several pieces may read the same elements of the buffer
     scales: Scales | None = None  # the scales by which the elements are multiplied
     # the dtype of the elements in the buffer, if the values are these elements rounded to `dtype`
     rounded_from: str | None = None
@@ -116,19 +173,35 @@ class Stored:
         """The dtype of the elements in the buffer."""
         return self.scales.dtype if self.scales else self.rounded_from or self.dtype
 
-    def groups(self) -> list[tuple[str, list[Piece], int | None]]:
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the logical tensors, in the order of the pieces."""
+        return [*self.by_name()]
+
+    def by_name(self) -> dict[str, Sequence[Piece]]:
+        """Returns the pieces of each logical tensor."""
+        if isinstance(self.pieces, Rows):
+            return {self.pieces.like.tensor: self.pieces}
+        out: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            out.setdefault(piece.tensor, []).append(piece)
+        return {**out}
+
+    def groups(self) -> list[tuple[str, Sequence[Piece], int | None]]:
         """Returns the pieces that are read, in groups whose values are computed alike: each piece
         to which a product is added, with its number; all others of a logical tensor, with None. The
         name of the tensor comes first.
         """
+        if isinstance(self.pieces, Rows):
+            return [(self.pieces.like.tensor, self.pieces, None)]
         plain: dict[str, list[Piece]] = {}
-        groups: list[tuple[str, list[Piece], int | None]] = []
+        groups: list[tuple[str, Sequence[Piece], int | None]] = []
         for i, piece in enumerate(self.pieces):
             if not piece.copy and i in self.added:
                 groups.append((piece.tensor, [piece], i))
             elif not piece.copy:
                 plain.setdefault(piece.tensor, []).append(piece)
-        return groups + [(name, pieces, None) for name, pieces in plain.items()]
+        return [*groups, *((name, pieces, None) for name, pieces in plain.items())]
 
     def phased(self, listed: Iterable[Move]) -> list[tuple[Move, int]]:
         """Returns moves out of the buffer, each with the phase of its elements. Those of a
@@ -176,7 +249,7 @@ class Layout:
         places: dict[str, list[np.ndarray]] = {}
         experts = 1 + max((int(s.expert.max()) for s in self.stored if len(s)), default=0)
         for s in self.stored:
-            for name in {p.tensor for p in s.pieces} if not s.replica else ():
+            for name in s.tensors if not s.replica else ():
                 places.setdefault(name, []).append(s.layer.astype("i8") * experts + s.expert)
         return sum(
             int(np.count_nonzero(np.bincount(np.concatenate(ids)))) for ids in places.values()
@@ -496,51 +569,81 @@ def phased(move: Move, per_byte: int) -> list[tuple[Move, int]]:
     return out
 
 
+def boxes_of(pieces: Sequence[Piece], axes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the offsets and the shapes of the boxes of the pieces that are read, as
+    [pieces, axes].
+    """
+    if isinstance(pieces, Rows):
+        return pieces.boxes()
+    return _as_arrays([p.box for p in pieces if not p.copy], axes)
+
+
+def _as_arrays(boxes: Sequence[Box], axes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the offsets and the shapes of boxes. A single number has one axis here."""
+    offset = np.array([b.offset or (0,) for b in boxes], "i8").reshape(-1, axes or 1)
+    return offset, np.array([b.shape or (1,) for b in boxes], "i8").reshape(-1, axes or 1)
+
+
 def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     """Returns None if the boxes cover a tensor of this shape exactly once, else the problem."""
-    for b in boxes:
-        if any(o < 0 or o + n > size for o, n, size in zip(b.offset, b.shape, shape, strict=True)):
-            return f"the box {list(b.shape)} at {list(b.offset)} reaches outside {list(shape)}"
-    volume = sum(math.prod(b.shape) for b in boxes)
-    if len(boxes) > 1:
-        low = np.array([b.offset or (0,) for b in boxes], "i8")
-        high = low + np.array([b.shape or (1,) for b in boxes], "i8")
+    return tiled(*_as_arrays(boxes, len(shape)), shape)
+
+
+def tiled(low: np.ndarray, sizes: np.ndarray, shape: Sequence[int]) -> str | None:
+    """Does what `tiles` does. low, sizes: the offsets and the shapes of the boxes."""
+    high = low + sizes
+
+    def said(i: int) -> str:
+        axes = len(shape)
+        return f"{sizes[i, :axes].tolist()} at {low[i, :axes].tolist()}"
+
+    outside = (low < 0) | (high > np.array(shape or (1,)))
+    if outside.any():
+        return f"the box {said(int(outside.any(1).argmax()))} reaches outside {list(shape)}"
+    if len(low) > 1:
         # only boxes that meet on the axis with most places are compared: there may be a box for
         # each row of a vocabulary, or for each column that is kept
-        axis = max(range(low.shape[1]), key=lambda axis: len(np.unique(low[:, axis])))
+        axis = max(range(low.shape[1]), key=lambda axis: len(distinct(low[:, axis])))
         order = np.argsort(low[:, axis], kind="stable")
         first, last = low[order, axis], high[order, axis]
-        count = np.maximum(np.searchsorted(first, last) - np.arange(len(boxes)) - 1, 0)
-        a = np.repeat(np.arange(len(boxes)), count)
+        count = np.maximum(np.searchsorted(first, last) - np.arange(len(low)) - 1, 0)
+        a = np.repeat(np.arange(len(low)), count)
         b = a + 1 + np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count)
         pairs = np.sort(np.stack([order[a], order[b]], 1), axis=1)
         meet = np.maximum(low[pairs[:, 0]], low[pairs[:, 1]])
         meet = (meet < np.minimum(high[pairs[:, 0]], high[pairs[:, 1]])).all(1)
         if meet.any():
             i, j = min(map(tuple, pairs[meet].tolist()))
-            return (
-                f"boxes overlap: {list(boxes[i].shape)} at {list(boxes[i].offset)} and"
-                f" {list(boxes[j].shape)} at {list(boxes[j].offset)}"
-            )
+            return f"boxes overlap: {said(i)} and {said(j)}"
+    volume = int(sizes.prod(1).sum())
     if volume != math.prod(shape):
         return f"{volume:,} of {math.prod(shape):,} elements are covered"
     return None
 
 
-def num_free(pieces: Sequence[Piece], numel: int) -> tuple[int, str | None]:
+def num_free(pieces: Sequence[Piece], numel: int, shared: bool = False) -> tuple[int, str | None]:
     """Returns the number of elements of a flat buffer that no piece covers, and the problem as
     `gaps` does. Needs little memory for pieces that repeat row by row, such as columns of a matrix.
+
+    shared: pieces may overlap, and the number is 0.
     """
     alike = _alike(pieces)
-    found: dict[tuple[int, ...], list[int]] = {}
+    if shared:
+        first = min(int(at.min()) for at in alike.values())
+        ends = (
+            int(at.max()) + (rows - 1) * pitch + (run - 1) * step
+            for (rows, pitch, run, step), at in alike.items()
+        )
+        return 0, _outside(numel) if first < 0 or max(ends) >= numel else None
+    found: dict[tuple[int, ...], np.ndarray] = {}
     for (rows, pitch, run, step), at in alike.items():
         # a column of single elements has as many rows as wider columns
         way = (run, step, 1, 1) if rows == 1 and step > 1 else (rows, pitch, run, step)
-        found.setdefault(way, []).extend(at)
+        found[way] = np.concatenate([found[way], at]) if way in found else at
     if len({way[:2] for way in found}) == 1:
         rows, pitch = next(iter(found))[:2]
-        first = min(map(min, found.values()))
-        end = max(max(at) + (run - 1) * step + 1 for (_, _, run, step), at in found.items())
+        first = min(int(at.min()) for at in found.values())
+        end = max(int(at.max()) + (run - 1) * step + 1 for (_, _, run, step), at in found.items())
         if rows > 1 and first >= 0 and end - first <= pitch and end + (rows - 1) * pitch <= numel:
             row = {(1, 0, *way[2:]): at for way, at in found.items()}
             holes, wrong = _gaps(row, numel)
@@ -556,21 +659,31 @@ def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
     return _gaps(_alike(pieces), numel)
 
 
-def _alike(pieces: Sequence[Piece]) -> dict[tuple[int, ...], list[int]]:
+def _alike(pieces: Sequence[Piece]) -> dict[tuple[int, ...], np.ndarray]:
     """Returns the first elements of the rows of pieces by their (rows, pitch, run, step)."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for row in (m for p in pieces for m in moves(p, p)):
-        both = (row.run, row.src_step), (row.rows, row.src_pitch)
-        # the inner one has the smaller stride: the elements of a transpose's column are neighbours
-        (run, step), (rows, pitch) = sorted(both, key=lambda way: (way[0] == 1, way[1]))
-        alike.setdefault((rows, pitch, run, step), []).append(row.src_start)
-    return alike
+    found: dict[tuple[tuple[int, ...], ...], tuple[Piece, list[int]]] = {}
+    if isinstance(pieces, Rows):
+        groups = [(rows[0], rows.start) for rows in pieces.alike()]
+    else:
+        for p in pieces:
+            found.setdefault((p.box.shape, p.strides), (p, []))[1].append(p.start)
+        groups = [(p, np.array(starts, "i8")) for p, starts in found.values()]
+    alike: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for piece, starts in groups:
+        for row in moves(piece, piece):
+            both = (row.run, row.src_step), (row.rows, row.src_pitch)
+            # the inner one has the smaller stride: the elements of a transpose's column are
+            # neighbours
+            (run, step), (rows, pitch) = sorted(both, key=lambda way: (way[0] == 1, way[1]))
+            at = starts + (row.src_start - piece.start)
+            alike.setdefault((rows, pitch, run, step), []).append(at)
+    return {way: np.concatenate(at) for way, at in alike.items()}
 
 
-def _gaps(alike: dict[tuple[int, ...], list[int]], numel: int) -> tuple[np.ndarray, str | None]:
+def _gaps(alike: dict[tuple[int, ...], np.ndarray], numel: int) -> tuple[np.ndarray, str | None]:
     starts, lengths = [], []
     for (rows, pitch, run, step), firsts in alike.items():
-        first = np.sort(np.array(firsts, "i8"))
+        first = np.sort(firsts)
         # strided elements are intervals of 1 each, and those that take turns are one interval
         if step > 1 and len(first) % step == 0:
             turns = first.reshape(-1, step)
@@ -586,7 +699,7 @@ def _gaps(alike: dict[tuple[int, ...], list[int]], numel: int) -> tuple[np.ndarr
     start, end = start[order], (start + length)[order]
     nothing = np.empty((0, 2), "i8")
     if len(start) and (start[0] < 0 or (end > numel).any()):
-        return nothing, f"a piece reaches outside the {numel:,} elements of the buffer"
+        return nothing, _outside(numel)
     if (end[:-1] > start[1:]).any():
         return (
             nothing,
@@ -595,3 +708,7 @@ def _gaps(alike: dict[tuple[int, ...], list[int]], numel: int) -> tuple[np.ndarr
     low, high = np.concatenate([[0], end]), np.concatenate([start, [numel]])
     free = low < high
     return np.stack([low[free], (high - low)[free]], 1), None
+
+
+def _outside(numel: int) -> str:
+    return f"a piece reaches outside the {numel:,} elements of the buffer"

@@ -4,6 +4,8 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from msgspec import Struct
 
@@ -12,13 +14,15 @@ from mckpt.geometry.box import (
     Layout,
     Move,
     Piece,
+    Rows,
     Stored,
+    boxes_of,
     by_axes,
     by_rows,
     coalesce,
     moves,
     num_free,
-    tiles,
+    tiled,
 )
 from mckpt.values import adding
 from mckpt.values.dtypes import itemsize
@@ -111,7 +115,7 @@ def join(source: Layout, target: Layout) -> Joined:
     casts: dict[Cast, int] = {}
     grids = [np.empty((0, len(Grid._fields)), "i8")]
     # the last two: the first row of `grids`, and the rows of each stored tensor
-    holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None, int]]] = {}
+    holders: dict[str, list[tuple[Stored, Sequence[Piece], np.ndarray, int | None, int]]] = {}
     for s in source.stored:
         if not s.replica and len(s):
             first = None
@@ -136,46 +140,65 @@ def join(source: Layout, target: Layout) -> Joined:
         if t.scales:
             quantised = sum(map(len, grids))
             grids.append(t.scales.grids)
-        for name, wanted in _by_name(t).items():
+        for name, wanted in t.by_name().items():
             for s, pieces, row_of, first, each_has in holders.get(name, ()):
                 term = s.term if s.added and first is not None else ""
-                pairs = ((p, w) for p in pieces for w in wanted)
-                found = [m for p, w in pairs for m in (by_axes if term else moves)(p, w)]
-                found = found if term else coalesce(found)
-                parts_of = s.phased(found)
-                if quantised is not None:
-                    assert first is None, f"{t.key} is quantised in the source and in the target"
-                    turned = (part for m in found for part in by_rows(_back(m), t.shape[-1]))
-                    parts_of = [(_back(m), 0) for m in turned]
-                rows = row_of[ids] if found else ids
+                assert quantised is None or first is None, (
+                    f"{t.key} is quantised in the source and in the target"
+                )
+                table = _moves(s, pieces, wanted, term, t.shape[-1] if t.scales else 0)
+                rows = row_of[ids] if len(table) else ids
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
                 offset = wanted[0].offset - pieces[0].offset
                 way = Cast(s.stored_as, t.stored_as, offset, term)
                 cast = casts.setdefault(way, len(casts))
                 src, dst = itemsize(s.stored_as), itemsize(t.stored_as)
-                for m, phase in parts_of if len(here) else ():
-                    part = np.empty(len(here), COPY)
-                    part["tensor"], part["cast"] = number[name] + ids[here], cast
-                    part["rows"], part["run"] = m.rows, m.run
-                    part["grid"] = UNSCALED
-                    if term:
-                        part["grid"] = first + each_has * rows
-                    elif first is not None:
-                        part["grid"] = first + phase * len(s) + rows
-                    elif quantised is not None:
-                        part["grid"] = quantised + here
-                    part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
-                    part["src_at"] = s.at[rows] + m.src_start * src
-                    part["dst_at"] = t.at[here] + m.dst_start * dst
-                    part["src_pitch"], part["src_step"] = m.src_pitch * src, m.src_step * src
-                    part["dst_pitch"], part["dst_step"] = m.dst_pitch * dst, m.dst_step * dst
-                    parts.append(part.view("u1"))
+                if not (len(table) and len(here)):
+                    continue
+                *fields, phase = table.T[:, :, None]
+                m = Move(*fields)
+                part = np.empty((len(table), len(here)), COPY)
+                part["tensor"], part["cast"] = number[name] + ids[here], cast
+                part["rows"], part["run"] = m.rows, m.run
+                part["grid"] = UNSCALED
+                if term:
+                    part["grid"] = first + each_has * rows
+                elif first is not None:
+                    part["grid"] = first + phase * len(s) + rows
+                elif quantised is not None:
+                    part["grid"] = quantised + here
+                part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
+                part["src_at"] = s.at[rows] + m.src_start * src
+                part["dst_at"] = t.at[here] + m.dst_start * dst
+                part["src_pitch"], part["src_step"] = m.src_pitch * src, m.src_step * src
+                part["dst_pitch"], part["dst_step"] = m.dst_pitch * dst, m.dst_step * dst
+                parts.append(part.reshape(-1).view("u1"))
     # as bytes, because numpy would compare the fields of each two parts
     copies = np.concatenate([np.empty(0, "u1"), *parts]).view(COPY)
     parts.clear()  # they take as much memory
     order = np.lexsort((copies["src_at"], copies["src_file"]))
     return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)
+
+
+def _moves(
+    s: Stored, pieces: Sequence[Piece], wanted: Sequence[Piece], term: str, width: int
+) -> np.ndarray:
+    """Returns the moves from some pieces of a source into some of a target. Each is a row of the
+    fields of Move, and the phase of its elements.
+
+    term: of values that are computed. width: of the rows of a target that is quantised, else 0.
+    """
+    if isinstance(pieces, Rows) and not (term or width or s.scales):
+        table = np.concatenate([pieces.moves(w) for w in wanted])
+        return np.pad(table, ((0, 0), (0, 1)))
+    pairs = ((p, w) for p in pieces for w in wanted)
+    found = [m for p, w in pairs for m in (by_axes if term else moves)(p, w)]
+    found = found if term else coalesce(found)
+    parts = s.phased(found)
+    if width:
+        parts = [(_back(part), 0) for m in found for part in by_rows(_back(m), width)]
+    return np.array([(*m, phase) for m, phase in parts], "i8").reshape(-1, len(Move._fields) + 1)
 
 
 def proved(layout: Layout) -> None:
@@ -205,13 +228,6 @@ def _places(s: Stored, layers: int, experts: int) -> int:
     return 1 if s.carried else layers * experts
 
 
-def _by_name(s: Stored) -> dict[str, list[Piece]]:
-    out: dict[str, list[Piece]] = {}
-    for p in s.pieces:
-        out.setdefault(p.tensor, []).append(p)
-    return out
-
-
 def _columns(bits: np.ndarray) -> np.ndarray:
     """Numbers the columns of an array of zeros and ones; equal columns get equal numbers.
 
@@ -233,9 +249,9 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
     once.
     """
     problems = []
-    holders: dict[str, list[tuple[Stored, list[Piece]]]] = {}
+    holders: dict[str, list[tuple[Stored, Sequence[Piece]]]] = {}
     for s in layout.stored:
-        free, wrong = num_free(s.pieces, s.numel)
+        free, wrong = num_free(s.pieces, s.numel, s.shared)
         if wrong:
             problems.append(f"{s.key} {list(s.shape)}: {wrong}")
         elif free and not (s.padding or s.view):
@@ -243,7 +259,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
                 f"{s.key} {list(s.shape)}: {free:,} of {s.numel:,} elements hold nothing that the"
                 " mapping names"
             )
-        for name, pieces in _by_name(s).items() if not s.replica else ():
+        for name, pieces in s.by_name().items() if not s.replica else ():
             holders.setdefault(name, []).append((s, pieces))
     for name, owners in holders.items():
         counts = np.stack(
@@ -263,17 +279,14 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
         for at in first.tolist():
             way = counts[:, at]
             if way.any():
-                boxes = [
-                    p.box
-                    for (_, pieces), has in zip(owners, way, strict=True)
-                    if has
-                    for p in pieces
-                    if not p.copy
-                ]
-                if wrong := tiles(boxes, layout.shapes[name]):
+                held = (pieces for (_, pieces), has in zip(owners, way, strict=True) if has)
+                shape = layout.shapes[name]
+                boxes = [boxes_of(pieces, len(shape)) for pieces in held]
+                low, sizes = map(np.concatenate, zip(*boxes, strict=True))
+                if wrong := tiled(low, sizes, shape):
                     problems.append(
                         f"{name.format(layer=at // experts, expert=at % experts)}"
-                        f" {list(layout.shapes[name])}: {wrong}"
+                        f" {list(shape)}: {wrong}"
                     )
     return problems
 
@@ -282,7 +295,7 @@ def _present(layout: Layout, layers: int, experts: int) -> dict[str, np.ndarray]
     """Returns, for each logical template, a mask of the (layer, expert) that the layout holds."""
     out: dict[str, np.ndarray] = {}
     for s in layout.stored:
-        for name in _by_name(s) if not s.replica else ():
+        for name in s.tensors if not s.replica else ():
             places = out.setdefault(name, np.zeros(_places(s, layers, experts), bool))
             places[_ids(s, experts)] = True
     return out

@@ -318,9 +318,7 @@ def join_models(source: Checkpoint, model: Checkpoint) -> tuple[Joined, Layout]:
     # what the model does not have, such as a vision tower, has no place in it
     whole = model.mapping.whole is not None
     held = [
-        s
-        for s in moved.layout.stored
-        if not (unused & {piece.tensor for piece in s.pieces} or (s.carried and not whole))
+        s for s in moved.layout.stored if not (unused & set(s.tensors) or (s.carried and not whole))
     ]
     layout = Layout(moved.layout.files, held, moved.layout.shapes)
     return join(layout, described.layout), described.layout

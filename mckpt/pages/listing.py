@@ -143,7 +143,7 @@ def groups(layout: Layout, numbering: Numbering) -> list[Group]:
             kind = "copy"
         made = {
             "rule": "" if s.carried else printable(s.key),
-            "holds": [printable(name) for name in dict.fromkeys(p.tensor for p in s.pieces)],
+            "holds": [printable(name) for name in s.tensors],
             "indexed": not s.carried,
             "layer": runs(s.layer),
             "expert": runs(s.expert),

@@ -146,9 +146,8 @@ def _logits_apart(
     device = launching.device(options.device, 1)
     old_of = np.arange(source.dims["vocab_size"])  # of each new token; -1 if it is new
     for edit in (edit for edit in edits if isinstance(edit, Vocabulary)):
-        before, old_of = old_of, np.full(edit.size, -1)
-        for run in edit.runs(len(before)):
-            old_of[run.new : run.new + run.rows] = before[run.old : run.old + run.rows]
+        rows = edit.old_of(len(old_of))
+        old_of = np.where(rows >= 0, old_of[rows], -1)
     new = np.flatnonzero(old_of >= 0)
     old = old_of[new]
     if not len(new):

@@ -87,7 +87,7 @@ class FsdpDtensor(TorchDcp):
         fixed: the tensors that have the same dtype in the model, whatever the model computes in.
         """
         dtype = self._dtype()
-        if s.dtype != MASTER_DTYPE or dtype == MASTER_DTYPE or fixed & {p.tensor for p in s.pieces}:
+        if s.dtype != MASTER_DTYPE or dtype == MASTER_DTYPE or fixed & set(s.tensors):
             return s
         return replace(s, dtype=dtype, rounded_from=MASTER_DTYPE)
 

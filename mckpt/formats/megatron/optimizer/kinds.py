@@ -120,7 +120,7 @@ def _places(layout: Layout, experts: int) -> Places:
     """Returns the layers and experts of which a layout has each tensor, as one number each."""
     found: dict[str, list[np.ndarray]] = {}
     for s in layout.stored:
-        for name in {piece.tensor for piece in s.pieces} if not s.replica else ():
+        for name in s.tensors if not s.replica else ():
             found.setdefault(name, []).append(s.layer.astype("i8") * experts + s.expert)
     return {name: np.unique(np.concatenate(numbers)) for name, numbers in found.items()}
 

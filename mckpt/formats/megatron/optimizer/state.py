@@ -123,7 +123,7 @@ def is_state(name: str) -> bool:
 
 def holds_state(s: Stored) -> bool:
     """Returns whether a stored tensor is an optimizer's state."""
-    return any(is_state(p.tensor) for p in s.pieces)
+    return any(map(is_state, s.tensors))
 
 
 def split_key(key: str) -> tuple[str, str] | None:
