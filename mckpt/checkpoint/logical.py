@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.errors import SourceError, UsageError, counted
 from mckpt.geometry.box import (
     Box,
     Layout,
+    Move,
     Piece,
     Rows,
     Stored,
@@ -286,14 +287,19 @@ class Reader(Mapping[str, "LogicalTensor"]):
         file, size, wide = int(s.file[row]), itemsize(s.stored_as), out.itemsize
         kinds = [np.dtype(f"u{size}")] * 2 if cast.same else list(map(numpy_dtype, cast[:2]))
         cut = by_axes if cast.term else moves
-        for m, phase in s.phased(m for p in pieces for m in cut(p, into)):
+        if isinstance(pieces, Rows) and not s.scales:
+            parts = [(Move(*m), 0) for m in pieces.moves(into).tolist()]
+        else:
+            parts = s.phased(m for p in pieces for m in cut(p, into))
+        spans = list[tuple[int, np.ndarray]]()
+        for m, phase in parts:
             at = int(s.at[row]) + m.src_start * size
             direct = m.rows == 1 or m.run * size >= DIRECT
             if cast.same and m.src_step == m.dst_step == 1 and direct:
                 for i in range(m.rows):  # without a buffer in between
                     start = m.dst_start + i * m.dst_pitch
                     view = out[start : start + m.run].view("u1")
-                    self._pread(file, at + i * m.src_pitch * size, view)
+                    spans.append((at + i * m.src_pitch * size, view))
                 continue
             place = Place(at, m.src_pitch * size, m.src_step * size)
             span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
@@ -313,6 +319,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 raise UsageError(
                     f"{name}: {self._layout.files[file]}: {e}{advice if e.becomes else ''}"
                 ) from None
+        if spans:
+            self._fill(file, spans)
 
     def check_replicas(self, check: Callable[[], None] = lambda: None) -> list[str]:
         """Returns the tensors that are stored several times, on several ranks or under several
@@ -418,21 +426,22 @@ class Reader(Mapping[str, "LogicalTensor"]):
     def _bytes(self, file: int, at: int, nbytes: int, own: memoryview | None = None) -> np.ndarray:
         """Returns bytes of a file, in the caller's memory or in new memory."""
         out = np.empty(nbytes, "u1") if own is None else np.asarray(own)
-        return self._pread(file, at, out)
-
-    def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
-        """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""
-        path, nbytes = self._layout.files[file], len(out)
-        got = 0
-        with opened(path) as fd:
-            while got < nbytes and (n := descriptors.preadv(fd, [out[got:].data], at + got)):
-                got += n
-        if got < nbytes:
-            raise SourceError(
-                f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated"
-                " since its header was read"
-            )
+        self._fill(file, [(at, out)])
         return out
+
+    def _fill(self, file: int, spans: Iterable[tuple[int, np.ndarray]]) -> None:
+        """Fills arrays of bytes, each from its byte of a file on."""
+        path = self._layout.files[file]
+        with opened(path) as fd:
+            for at, out in spans:
+                got, nbytes = 0, len(out)
+                while got < nbytes and (n := descriptors.preadv(fd, [out[got:].data], at + got)):
+                    got += n
+                if got < nbytes:
+                    raise SourceError(
+                        f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}:"
+                        " truncated since its header was read"
+                    )
 
 
 def _blocks(piece: Piece, most: int) -> Iterator[Piece]:

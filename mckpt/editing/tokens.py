@@ -8,7 +8,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,14 @@ class Tokenizer:
                 " pip install tokenizers"
             ) from None
         splitter = Splitter.from_file(str(self.directory / FAST_TOKENIZER))
+        texts = list[str]()
         for token in tokens:
             try:
-                text = of.bytes_of(token).decode()
+                texts.append(of.bytes_of(token).decode())
             except UnicodeDecodeError:
-                text = ""
-            yield tuple(splitter.encode(text, add_special_tokens=False).ids) if text else ()
+                texts.append("")
+        for found in splitter.encode_batch(texts, add_special_tokens=False):
+            yield tuple(found.ids)
 
     @cached_property
     def special(self) -> dict[str, Any]:
@@ -128,6 +130,7 @@ class Tokenizer:
         return found
 
 
+@lru_cache
 def _letters() -> dict[str, int]:
     """Returns the byte for which each letter stands in tokens of byte-level BPE (GPT-2)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ INITS = ("mean", "normal", "zero", "subword")
 VARIANCE = 1e-9  # of new rows, as a part of that of the old ones: that of transformers
 RIDGE = 1e-12  # of the mean variance, added to each one, as rounding may make a small one negative
 BLOCK = 1024  # rows in memory at once
+MEANS = 128  # rows that are means of some old ones, and are computed at once
 ADDED = 256  # rows that one of the THREADS adds at once
 THREADS = 4  # at most
 SHARES = 16  # of the columns of a product of matrices: as many threads at most
@@ -102,10 +103,12 @@ class Vocabulary(Edit):
 
     @classmethod
     def again(cls, data: Any, dims: Dims) -> Vocabulary:
-        text = msgspec.convert(data["kept"], str | None)
+        text, pieces = (msgspec.convert(data[name], str | None) for name in ("kept", "pieces"))
         kept = None if text is None else _from_text(text, data["size"])
-        found: Vocabulary = msgspec.convert({**data, "kept": None}, cls)
-        return replace(found, kept=kept)
+        found: Vocabulary = msgspec.convert({**data, "kept": None, "pieces": ()}, cls)
+        parted = (one.partition("=") for one in (pieces or "").split(",") if one)
+        lists = tuple((int(number), (*map(int, of.split("+")),)) for number, _, of in parted)
+        return replace(found, kept=kept, pieces=lists)
 
     def unfit(self, source: Checkpoint) -> str:
         if self.kept is not None or self.tokenizer:
@@ -157,7 +160,7 @@ class Vocabulary(Edit):
             "init": self.init,
             "seed": self.seed,
             "kept": self._text,
-            "pieces": self.pieces,
+            "pieces": ",".join(f"{n}={'+'.join(map(str, found))}" for n, found in self.pieces),
             "old_tokenizer": self.old_tokenizer,
         }
 
@@ -262,17 +265,8 @@ class Vocabulary(Edit):
         stored, dropped = list[Stored](), dict(layout.dropped)
         old_of = self.old_of(old)
         for s in layout.stored:
-            alike: dict[Piece, Sequence[Piece]] = {}  # pieces that differ in their rows alone
-            for name, pieces in s.by_name().items():
-                if name in names:
-                    alike |= _alike(pieces)
-            if not alike:
-                stored.append(s)
-                continue
             stored += only([s], lambda name: name not in names)
-            for part in (scattered(pieces, old_of) for pieces in alike.values()):
-                if len(part):
-                    stored.append(replace(s, pieces=part, view=True, shared=True))
+            stored += _moved(s, names, old_of)
         unused = np.ones(old, bool)
         unused[old_of[old_of >= 0]] = False
         lost = np.flatnonzero(unused)
@@ -288,7 +282,7 @@ class Vocabulary(Edit):
         self, before: Layout, layout: Layout, names: Iterable[str], new: np.ndarray, old: int
     ) -> Layout:
         """Returns the layout with the rows of the numbers `new`, which have files of their own."""
-        reader, stored, files = Reader(before), [*layout.stored], [*layout.files]
+        stored, files = [*layout.stored], [*layout.files]
         at = self._rows_of_file(new)
         of_row = np.full(at.max() + 1, -1)
         of_row[at] = new
@@ -299,7 +293,7 @@ class Vocabulary(Edit):
                 file = ZEROS
             else:
                 if weight not in self._written or not self._written[weight].exists():
-                    made = self._rows(reader[weight], of_row.tolist(), old)
+                    made = self._rows(before, weight, of_row.tolist(), old)
                     self._written[weight] = file_of(part.tobytes() for part in made)
                 file = str(self._written[weight])
             strides = row_major(shape)
@@ -318,16 +312,19 @@ class Vocabulary(Edit):
         """
         if self.init == "normal":
             return np.arange(len(new))
-        own = np.isin(new, [number for number, _ in self.pieces])
+        own = np.zeros(self.size, bool)
+        own[[number for number, _ in self.pieces]] = True
+        own = own[new]
         begins = own | (np.diff(new, prepend=-2) != 1) | np.concatenate([[True], own[:-1]])
         number = np.arange(len(new))
         at = (number - np.maximum.accumulate(np.where(begins, number, 0))) % BLOCK
         at[own] = at[~own].max(initial=-1) + 1 + np.arange(np.count_nonzero(own))
         return at
 
-    def _rows(self, tensor: LogicalTensor, new: list[int], old: int) -> Iterator[np.ndarray]:
-        """Yields the new rows of a weight in float32, in blocks."""
-        width, tensor = math.prod(tensor.shape[1:]), tensor[:old]
+    def _rows(self, layout: Layout, name: str, new: list[int], old: int) -> Iterator[np.ndarray]:
+        """Yields the new rows of a weight of a layout in float32, in blocks."""
+        tensor = Reader(layout)[name][:old]
+        width = math.prod(tensor.shape[1:])
         row = np.zeros(width)
         if isinstance(self.init, int):
             row = _read(tensor, self.init, 1)[0]
@@ -341,9 +338,9 @@ class Vocabulary(Edit):
             block = np.tile(row, (len(new[at : at + BLOCK]), 1))
             if noise is not None:
                 block += next(noise)
-            for into, number in zip(block, new[at : at + BLOCK], strict=True):
-                if found := pieces.get(number):
-                    into[:] = np.mean([_read(tensor, n, 1)[0] for n in found], axis=0)
+            own = [i for i, number in enumerate(new[at : at + BLOCK]) if number in pieces]
+            for some in (own[i : i + MEANS] for i in range(0, len(own), MEANS)):
+                block[some] = _means(layout, name, [pieces[new[at + i]] for i in some])
             yield block.astype("f4")
 
 
@@ -382,6 +379,14 @@ def _from_text(text: str, size: int) -> np.ndarray:
     return found
 
 
+def _moved(s: Stored, names: Container[str], old_of: np.ndarray) -> Iterator[Stored]:
+    """Yields the rows of the named tensors in `s` at their new places. old_of: see `old_of`."""
+    for name in filter(names.__contains__, s.tensors):
+        for pieces in _alike(s.by_name()[name]).values():
+            if len(part := scattered(pieces, old_of)):
+                yield replace(s, pieces=part, view=True, shared=True)
+
+
 def _alike(pieces: Sequence[Piece]) -> dict[Piece, Sequence[Piece]]:
     """Returns the pieces that are read, in groups that differ in nothing but their rows."""
     if isinstance(pieces, Rows):
@@ -415,6 +420,16 @@ def _read(tensor: LogicalTensor, first: int, count: int) -> np.ndarray:
     """Returns rows in float64."""
     block = tensor[first : first + count].numpy()
     return np.asarray(block.reshape(len(block), -1), "f8")
+
+
+def _means(layout: Layout, name: str, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns the mean of each of some lists of rows of a tensor, in float64."""
+    every = np.array([*itertools.chain.from_iterable(rows)])
+    stored = [part for s in layout.stored for part in _moved(s, {name}, every)]
+    shapes = {name: (len(every), *layout.shapes[name][1:])}
+    values = _read(Reader(replace(layout, stored=stored, shapes=shapes))[name], 0, len(every))
+    counts = np.array([*map(len, rows)])
+    return np.asarray(np.add.reduceat(values, np.cumsum(counts) - counts) / counts[:, None])
 
 
 def _mean(tensor: LogicalTensor) -> np.ndarray:
