@@ -259,8 +259,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
                     first, count = box.offset[0], box.shape[0]
                     held = held._replace(pieces=held.pieces.within(first, first + count))
                 self._place(held, row, into, out)
-                inner = (overlap(piece.box, box) for piece in held.pieces)
-                covered += sum(math.prod(one.shape) for one in inner if one is not None)
+                covered += _num_in(held.pieces, box)
         if covered != math.prod(box.shape):
             s = self._first(name).stored
             raise SourceError(
@@ -442,6 +441,17 @@ class Reader(Mapping[str, "LogicalTensor"]):
                         f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}:"
                         " truncated since its header was read"
                     )
+
+
+def _num_in(pieces: Sequence[Piece], box: Box) -> int:
+    """Returns the number of elements of pieces that are in a box of their tensor."""
+    if isinstance(pieces, Rows):
+        offset, shape = pieces.boxes()
+        low = np.maximum(offset, box.offset)
+        high = np.minimum(offset + shape, np.add(box.offset, box.shape))
+        return int(np.maximum(high - low, 0).prod(1).sum())
+    inner = (overlap(piece.box, box) for piece in pieces)
+    return sum(math.prod(one.shape) for one in inner if one is not None)
 
 
 def _blocks(piece: Piece, most: int) -> Iterator[Piece]:

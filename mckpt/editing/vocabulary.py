@@ -8,9 +8,9 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -339,8 +339,10 @@ class Vocabulary(Edit):
             if noise is not None:
                 block += next(noise)
             own = [i for i, number in enumerate(new[at : at + BLOCK]) if number in pieces]
-            for some in (own[i : i + MEANS] for i in range(0, len(own), MEANS)):
-                block[some] = _means(layout, name, [pieces[new[at + i]] for i in some])
+            lists = [pieces[new[at + i]] for i in own]
+            some = (lists[i : i + MEANS] for i in range(0, len(own), MEANS))
+            if own:
+                block[own] = np.concatenate(list(_in_threads(partial(_means, layout, name), some)))
             yield block.astype("f4")
 
 
@@ -433,16 +435,22 @@ def _means(layout: Layout, name: str, rows: Sequence[Sequence[int]]) -> np.ndarr
 
 
 def _mean(tensor: LogicalTensor) -> np.ndarray:
-    """Returns the mean of the rows, of sums in float64 of blocks. Threads share the blocks."""
-    from concurrent.futures import ThreadPoolExecutor
+    """Returns the mean of the rows, of sums in float64 of blocks."""
 
     def added(first: int) -> np.ndarray:
         block = tensor[first : first + ADDED].numpy()
         return np.asarray(block.reshape(len(block), -1).sum(axis=0, dtype="f8"))
 
     num = tensor.shape[0]
+    return np.asarray(sum(_in_threads(added, range(0, num, ADDED))) / num, "f8")
+
+
+def _in_threads(do: Callable[[Any], np.ndarray], items: Iterable[Any]) -> Iterator[np.ndarray]:
+    """Yields the result of each item. Threads share the items."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
-        return np.asarray(sum(pool.map(added, range(0, num, ADDED))) / num, "f8")
+        yield from pool.map(do, items)
 
 
 def _noise(
