@@ -144,7 +144,7 @@ def as_stored(layout: Layout) -> Layout:
     """
     stored = [
         replace(s, pieces=tuple(p._replace(offset=0.0) for p in s.pieces))
-        if any(p.offset for p in s.pieces)
+        if any(pieces[0].offset for pieces in s.by_name().values())
         else s
         for s in layout.stored
     ]
