@@ -39,7 +39,7 @@ SHORT_RUN = 64 << 10
 SHORT_COPY = 32 << 10  # elements of a copy, where copies are short on average
 NEAR = 1 << 20  # bytes between two short ranges that still move together
 CHAIN = 2 << 20  # bytes of short ranges that move together: more leave the caches, and need memory
-MOST_RANGES = 8192  # that move together: Python needs about 1 KiB for each
+MOST_RANGES = 8192  # that move together: numpy needs about 1 KiB for each
 FEW = 16  # short rows that become ranges of their own
 # elements; longer 1-D casts and strided copies are cut into rows of this length, so that a buffer
 # can take any number of them

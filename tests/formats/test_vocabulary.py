@@ -121,6 +121,49 @@ def test_rows_change_places_in_a_vocabulary_of_the_same_size(tmp_path: Path) -> 
     assert not mckpt.diff(tmp_path / "out", tmp_path / "megatron")
 
 
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen3-moe"])
+def test_two_maps_and_other_edits_follow_each_other(case: str, tmp_path: Path) -> None:
+    """The rows of the second map are rows of the first one, of which some are new."""
+    source = made(case, tmp_path)
+    tensors, count = load_file(source / "model.safetensors"), mckpt.open(source).dims["vocab_size"]
+    config = json.loads((source / "config.json").read_text())
+    config = {name: value for name, value in config.items() if "token_id" not in name}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "generation_config.json").unlink()
+    chance = np.random.default_rng(5)
+    maps = []
+    for number, (old, size) in enumerate([(count, count + 40), (count + 40, count)]):
+        places = chance.permutation(size)[: size - 25].tolist()
+        maps.append(dict(zip(places, chance.integers(0, old, size).tolist(), strict=False)))
+        (tmp_path / f"{number}.json").write_text(json.dumps(maps[number]))
+        tensors = rows_of(tensors, maps[number], size, lambda n, rows: rows[7])
+    steps = [
+        f"vocab: {{map: {tmp_path}/0.json, size: {count + 40}, init: 7}}",
+        f"vocab: {{map: {tmp_path}/1.json, size: {count}, init: 7}}",
+    ]
+    if case == "qwen3-tied":
+        steps.append("untie")
+        tensors[WEIGHTS[1]] = tensors[WEIGHTS[0]]
+    mckpt.edit(source, tmp_path / "out", steps)
+    same(tmp_path / "out", tensors)
+    good("verify", "--contract", "--level", "bytes", source, tmp_path / "out")
+
+
+def test_the_manifest_has_the_rows_of_a_map_as_ranges_and_equal_new_rows_once(
+    tmp_path: Path,
+) -> None:
+    source = made("qwen3", tmp_path)
+    old_of = {0: 9, 1: 10, 2: 11, 3: 0, 7: 1, 8: 1, 9: 0}
+    (tmp_path / "ids.json").write_text(json.dumps(old_of))
+    step = f"vocab: {{map: {tmp_path / 'ids.json'}, size: 5000}}"
+    done = mckpt.edit(source, tmp_path / "out", [step])
+    (edit,) = done["edits"]
+    assert edit["Vocabulary"]["kept"] == "9-11,0,+3,1,1,0,+4990"
+    width = mckpt.open(source).dims["hidden_size"]
+    made_rows = [file["bytes"] for file in done["source"]["files"] if file["name"].endswith(".bin")]
+    assert made_rows == [1024 * width * 4] * 2
+
+
 def test_a_new_tokenizer_gives_each_known_token_its_row(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -305,6 +348,7 @@ def test_normal_rows_of_few_tokens_are_their_mean(tmp_path: Path) -> None:
         ("{map: none.json}", "is not a file"),
         ("{map: list.json}", "an object of new numbers"),
         ("{map: far.json}", "row 900 of map: the vocabulary has the rows 0 to 270"),
+        ("{map: low.json}", "low.json: row -1: rows have numbers from 0 on"),
         ("{size: 400, init: subword}", "subword needs tokenizer"),
         ("{size: 2, map: far.json}", "has no row for token 5"),
         ("{tokenizer: new, size: 30}", "has no row for token 266"),
@@ -317,7 +361,8 @@ def test_a_vocabulary_that_cannot_be_made_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     other_tokenizer(tmp_path / "new")
-    for name, content in (("list", [1]), ("far", {"5": 900}), ("few", {"0": 0, "1": 266})):
+    maps = {"far": {"5": 900}, "few": {"0": 0, "1": 266}, "low": {"0": -1}}
+    for name, content in {"list": [1], **maps}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     recipe = written(f"- vocab: {step}", tmp_path)
     refused(2, words, args=("edit", SOURCE, tmp_path / "out", "--recipe", recipe))

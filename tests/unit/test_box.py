@@ -16,6 +16,7 @@ from mckpt.geometry.box import (
     Box,
     Move,
     Piece,
+    Rows,
     coalesce,
     gaps,
     moves,
@@ -23,6 +24,7 @@ from mckpt.geometry.box import (
     overlap,
     restride,
     row_major,
+    tiled,
     tiles,
 )
 from mckpt.geometry.packing import Packed, Placed, buffer, shard
@@ -103,6 +105,47 @@ def test_tiles_reports_faults() -> None:
         == "the box [4, 3] at [-1, 3] reaches outside [4, 6]"
     )
     assert tiles([], (4, 6)) == "0 of 24 elements are covered"
+
+
+@pytest.mark.parametrize("shape", [(60,), (60, 4), (60, 3, 2)])
+def test_rows_do_what_their_pieces_do_one_by_one(shape: tuple[int, ...]) -> None:
+    """Runs of 1 to 3 rows in any order, from a buffer of 80 rows into two targets, one of which is
+    transposed, with a border within a run.
+    """
+    chance, width = np.random.default_rng(3), math.prod(shape[1:])
+    counts = chance.permutation([*[1] * 20, *[2] * 14, *[3] * 4])
+    first = np.cumsum(counts) - counts
+    start = (chance.permutation(80 - 3)[: len(counts)] + 1) * width
+    order = chance.permutation(len(counts))
+    like = Piece("w", Box((0,) * len(shape), (1, *shape[1:])), 0, row_major(shape))
+    rows = Rows(like, first[order], counts[order], start[order])
+    pieces = list(rows)
+    assert len(pieces) == len(counts) and all(type(p.start) is int for p in pieces)
+    assert [p.box.offset[0] for p in pieces] == first[order].tolist()
+    border = 1 + int(first[counts == 3][0])
+    targets = [
+        Piece("w", Box((0,) * len(shape), (border, *shape[1:])), 5, row_major(shape)),
+        Piece(
+            "w",
+            Box((border, *(0,) * (len(shape) - 1)), (60 - border, *shape[1:])),
+            0,
+            tuple(60 ** (axis + 1) for axis in range(len(shape))),
+        ),
+    ]
+    for target in targets:
+        found = sorted(map(tuple, rows.moves(target).tolist()))
+        assert found == sorted(tuple(m) for p in pieces for m in moves(p, target)) != []
+    offset, sizes = rows.boxes()
+    assert [
+        Box(tuple(a), tuple(b)) for a, b in zip(offset.tolist(), sizes.tolist(), strict=True)
+    ] == [p.box for p in pieces]
+    assert num_free(rows, 80 * width, shared=True) == num_free(pieces, 80 * width, shared=True)
+    assert tiles([p.box for p in pieces], shape) is None is tiled(offset, sizes, shape)
+    assert "are covered" in str(tiled(offset[1:], sizes[1:], shape))
+    twice = np.append(offset, offset[:1], 0), np.append(sizes, sizes[:1], 0)
+    assert "boxes overlap" in str(tiled(*twice, shape))
+    outside = num_free(rows, int(start.max()), shared=True)[1]
+    assert outside == f"a piece reaches outside the {start.max():,} elements of the buffer"
 
 
 def test_gaps_counts_pieces_that_take_turns_by_their_rows() -> None:

@@ -272,6 +272,46 @@ def test_chosen_rows_and_columns_are_copied(tmp_path, dtype, at, width, count, a
         assert got[at:] == out.tobytes()
 
 
+@pytest.mark.parametrize("budget", [32 << 10, *BUDGETS])
+@pytest.mark.parametrize("cast", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("width", [1, 7, 1000])
+def test_rows_go_to_any_places_of_several_files(tmp_path, cast, width, budget):
+    """1,500 rows of 2,000 in any order, some of them twice, and others that follow each other in
+    both; the two targets get them in turns.
+    """
+    src, dst = (itemsize(name) * width for name in cast)
+    chosen = np.append(RNG.permutation(2000)[:1000], RNG.integers(0, 2000, 400))
+    chosen = np.append(chosen, np.arange(900, 1000)).tolist()
+    places = RNG.permutation(len(chosen) // 2 + 20)[: len(chosen) // 2].tolist()
+    rows = [
+        copy(
+            1,
+            width,
+            (0, 6 + old * src, src, src // width),
+            (n % 2, 4 + at * dst, dst, dst // width),
+        )
+        for n, old in enumerate(chosen)
+        for at in [places[n // 2]]
+    ]
+    data = RNG.standard_normal((2000, width), "f4").astype(numpy_dtype(cast[0]))
+    data = np.concatenate([np.zeros(6, "u1"), data.reshape(-1).view("u1")])
+    sizes = [4 + (len(places) + 20) * dst] * 2
+    check(tmp_path, copies(*rows), [cast], [data], sizes, max_memory=budget, threads=2)
+
+
+def test_a_value_that_is_too_large_in_one_of_many_rows_is_named_with_its_byte(tmp_path):
+    values = np.ones((100, 30), "f4")
+    values[41, 5] = 1e6
+    values[40, 4] = 2e6  # of a row that is left out
+    rows = [
+        copy(1, 30, (0, n * 120, 120, 4), (0, (99 - n) * 60, 60, 2)) for n in range(100) if n != 40
+    ]
+    with pytest.raises(
+        errors.UsageError, match=rf"tensor 0: \S+source0: 1e\+06 at byte {41 * 120 + 20} is"
+    ):
+        run(tmp_path, copies(*rows), [("float32", "float16")], [values.view("u1")], [6000])
+
+
 def test_very_many_ranges_are_several_clusters():
     """20,000 ranges of 4 bytes, of which each needs about 1 KiB while they move."""
     plan = copies(*(copy(1, 2, (0, n * 6, 4, 2), (0, n * 4, 4, 2)) for n in range(20_000)))
