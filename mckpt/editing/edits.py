@@ -81,8 +81,10 @@ class Edit(ABC):
         found: Edit = msgspec.json.decode(json.dumps(data), type=cls)
         return found
 
-    def of_source(self, source: Checkpoint) -> Edit:
-        """Returns the edit with what it takes from the files beside the weights of the source."""
+    def of_source(self, source: Checkpoint, dims: Dims) -> Edit:
+        """Returns the edit with what it takes from the files beside the weights of the source.
+        dims: those of the model before the edit.
+        """
         return self
 
     def beside(self, files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
@@ -177,5 +179,8 @@ def edited(source: Checkpoint, edits: Sequence[Edit]) -> Checkpoint:
     for edit in edits:
         if why := edit.unfit(source):
             raise UsageError(why)
-    edits = [edit.of_source(source) for edit in edits]
-    return replace(source, merging=Editing(tuple(edits), source))
+    made, dims = list[Edit](), source.dims
+    for edit in edits:
+        made.append(edit.of_source(source, dims))
+        dims = edit.dims(dims)
+    return replace(source, merging=Editing(tuple(made), source))

@@ -58,7 +58,7 @@ class Vocabulary(Edit):
         their master copies are the new rows in float32.
     kept: the old row of each new one, -1 if it is new; None if each keeps its number. tokenizer:
         the directory of the new tokenizer. old_tokenizer: whether that of the source still fits.
-        old_size: the rows of the source.
+        old_size: the rows before the edit.
     """
 
     size: int
@@ -121,9 +121,9 @@ class Vocabulary(Edit):
             f" least {last + 1}, or a source whose tokenizer has fewer"
         )
 
-    def of_source(self, source: Checkpoint) -> Vocabulary:
+    def of_source(self, source: Checkpoint, dims: Dims) -> Vocabulary:
         old = next(iter(_tokenizers(source)), None)
-        count = source.dims["vocab_size"]
+        count = dims["vocab_size"]
         out = replace(self, old_size=count, _written={})
         if self.tokenizer:
             if old is None:
