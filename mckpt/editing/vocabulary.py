@@ -43,6 +43,7 @@ ADDED = 256  # rows that one of the THREADS adds at once
 THREADS = 4  # at most
 SHARES = 16  # of the columns of a product of matrices: as many threads at most
 ROWS = re.compile(r"(embed|lm_head)\.(weight|bias)(@.*)?")  # the tensors with a row for each token
+MOST_ROWS = (1 << 31) - 1  # in a map
 MOST_SHOWN = 8  # ranges of rows in a message
 _KEYS = {"size", "init", "seed", "tokenizer", "map"}
 
@@ -194,7 +195,7 @@ class Vocabulary(Edit):
         )
 
     def dims(self, dims: Dims) -> Dims:
-        old, high = dims["vocab_size"], -1 if self.kept is None else int(self.kept.max())
+        old, high = dims["vocab_size"], -1 if self.kept is None else int(self.kept.max(initial=-1))
         of_init = self.init if isinstance(self.init, int) else 0
         if self.size < 1 or not 0 <= of_init < old or high >= old:
             of_map = "" if self.kept is None else f", row {high} of map"
@@ -354,8 +355,9 @@ def _numbers(path: Path) -> dict[int, int]:
     if not isinstance(content, dict) or not all(type(n) is int for n in content.values()):
         raise ValueError(f'{path}: is an object of new numbers and old ones: {{"0": 5}}')
     pairs = {int(new): old for new, old in content.items()}
-    if (least := min([0, *pairs, *pairs.values()])) < 0:
-        raise ValueError(f"{path}: row {least}: rows have numbers from 0 on")
+    least, most = min([0, *pairs, *pairs.values()]), max([0, *pairs, *pairs.values()])
+    if least < 0 or most > MOST_ROWS:
+        raise ValueError(f"{path}: row {least or most}: rows have numbers from 0 to {MOST_ROWS}")
     return pairs
 
 

@@ -348,7 +348,8 @@ def test_normal_rows_of_few_tokens_are_their_mean(tmp_path: Path) -> None:
         ("{map: none.json}", "is not a file"),
         ("{map: list.json}", "an object of new numbers"),
         ("{map: far.json}", "row 900 of map: the vocabulary has the rows 0 to 270"),
-        ("{map: low.json}", "low.json: row -1: rows have numbers from 0 on"),
+        ("{map: low.json}", "low.json: row -1: rows have numbers from 0 to"),
+        ("{map: high.json}", f"high.json: row {10**20}: rows have numbers from 0 to"),
         ("{size: 400, init: subword}", "subword needs tokenizer"),
         ("{size: 2, map: far.json}", "has no row for token 5"),
         ("{tokenizer: new, size: 30}", "has no row for token 266"),
@@ -361,7 +362,7 @@ def test_a_vocabulary_that_cannot_be_made_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     other_tokenizer(tmp_path / "new")
-    maps = {"far": {"5": 900}, "few": {"0": 0, "1": 266}, "low": {"0": -1}}
+    maps = {"far": {"5": 900}, "few": {"0": 0, "1": 266}, "low": {"0": -1}, "high": {"1": 10**20}}
     for name, content in {"list": [1], **maps}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     recipe = written(f"- vocab: {step}", tmp_path)
