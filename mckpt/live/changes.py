@@ -1,22 +1,22 @@
-"""Finds what changed in a segment of a bucket, by functions of torch or by kernels that read the
-segment and what was held of it once.
+"""Finds what changed in a segment of a bucket, by functions of torch or by kernels, which read the
+weights where they are.
 
-    segment   [block of 2048 elements | block | ...]   --> the elements of each block that differ
-                q rows 0..8, k rows 0..4 ...
+    segment   [copy: q rows 0..8                  | copy: k rows 0..4 | ...]
+    blocks     2048 elements | 2048 | those left  | 2048 | ...       --> which of each differ
 
 Which element of which tensor changed is in the plan. A group is what one rank sends of one tensor.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mckpt.live.buckets import ALIGN, Bucket
 from mckpt.live.devices import has_kernels
+from mckpt.live.memory import Memory
 from mckpt.values.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -24,211 +24,345 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 22  # elements that are compared or added up at once, in the cache of a processor
 ON_DEVICE = 8  # as many pieces at once on a device, where each step has a kernel to start
-BLOCK, LANES = 2048, 64  # elements of a block, and how many of its changes a kernel takes at once
+BLOCK = 2048  # elements of a block of the kernels
+WORDS = BLOCK // 32  # that have a bit for each element of a block
+PROGRAMS = 16  # of a kernel that copies the changes of a group
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes: the bits of an element
 STEPS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd numbers without a pattern
 
 
 class Changes:
-    """The elements of a segment that have changed."""
+    """The elements of the segments of some buckets that have changed."""
 
-    new: torch.Tensor  # the bits of all its elements
-    # changes of each group, behind them of the digest of each tensor, and a 0 for `live.deltas`
-    tally: torch.Tensor
+    held: torch.Tensor  # the elements of the last bucket, behind `write` as they are now
 
-    def write(self, place: torch.Tensor, bits: torch.Tensor) -> None:
-        """Writes the places in the bucket of all changes, ascending, and their bits."""
+    def write(
+        self,
+        part: slice,
+        start: int,
+        index: torch.Tensor,
+        bits: torch.Tensor,
+        digests: torch.Tensor,
+    ) -> None:
+        """Writes the indices in their tensors of all changes in some of the buckets, group after
+        group, and their bits. Adds to the digest of each tensor of all the buckets.
+
+        start: the changes in the buckets before these.
+        """
         raise NotImplementedError  # the two classes below do it
 
 
 class Places:
-    """Which element of which tensor is at a place of a bucket. A place counts elements, which have
-    one size in all tensors of the bucket.
+    """Which elements of which tensors are in the segment of this rank in a bucket. Its copies lie
+    one after the other.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, device: torch.device) -> None:
-        """rank: the own one."""
+    def __init__(self, bucket: Bucket, rank: int, memory: Memory) -> None:
+        """rank: the own one. memory: its weights."""
         import torch
-
-        def tensor(numbers: Any, kind: str = "i8") -> torch.Tensor:  # torch takes no records
-            return torch.from_numpy(np.array(numbers, kind)).to(device)
 
         self.width = width = itemsize(bucket.tensors[0].dtype)
         self.bits = getattr(torch, INTEGERS[width])
-        self.kind = torch.int32 if bucket.nbytes // width < 1 << 31 else torch.int64
-        c, starts = bucket.copies, bucket.at // width
-        byte = np.array([t.byte for t in bucket.tensors], "i8")[bucket.tensor]
-        index, steps = (c["dst_at"] - byte) // width, (c["dst_pitch"], c["dst_step"])
-        numel = c["rows"] * c["run"]
+        largest = max(np.prod(t.shape, dtype="i8") for t in bucket.tensors)
+        self.kind = torch.int32 if largest < 1 << 31 else torch.int64  # of an index
+        self.size = int((bucket.copies["rows"] * bucket.copies["run"]).sum())  # of all segments
         # the copies of a group lie one after the other
         new = np.diff(bucket.tensor, prepend=-1) != 0
         new |= np.diff(bucket.rank, prepend=-2) != 0
-        group = np.cumsum(new) - 1
-        self.rank_of = bucket.rank[new].tolist()  # of each group
-        self.groups: list[list[int]] = [[] for _ in bucket.tensors]  # of each tensor
-        for number, of in enumerate(bucket.tensor[new].tolist()):
-            self.groups[of].append(number)
-        numbers = group, len(self.rank_of) + bucket.tensor  # of a tally
-        columns = starts, index, c["run"], *(step // width for step in steps), numel, *numbers
-        self.starts, self.rows = tensor(starts), tensor(np.stack(columns, axis=1))
-        # of a rank: its first place, and its elements
-        self.first = {r: a // width for r, (a, _) in bucket.segments.items()}
-        self.count = {r: int(numel[bucket.rank == r].sum()) for r in self.first}
-        self.size = sum(self.count.values())
-        # of each block of the own segment: its first and its last copy
-        ends = np.arange(0, self.count.get(rank, 0) + BLOCK, BLOCK) + self.first.get(rank, 0)
-        first = np.searchsorted(starts, ends[:-1], side="right") - 1
-        last = np.searchsorted(starts, ends[1:] - 1, side="right") - 1
-        mine = np.flatnonzero(bucket.rank == rank)
-        last = np.minimum(last, mine[-1]) if len(mine) else last
-        self.blocks = tensor(np.stack([first, last], axis=1), "i4")
+        self.rank_of, self.tensor_of = bucket.rank[new], bucket.tensor[new]  # of each group
+        self.num_tensors = len(bucket.tensors)
+        mine = bucket.rank == rank
+        c, number, group = bucket.copies[mine], bucket.tensor[mine], (np.cumsum(new) - 1)[mine]
+        # long rows with gaps between them in the weights are copies of their own, without gaps
+        apart = (c["src_pitch"] != c["run"] * width) & (c["run"] >= BLOCK)
+        times = np.where(apart, c["rows"], 1)
+        c, number, group = (np.repeat(one, times) for one in (c, number, group))
+        row = np.arange(len(c)) - np.repeat(np.cumsum(times) - times, times)
+        c["src_at"] += row * c["src_pitch"]
+        c["dst_at"] += row * c["dst_pitch"]
+        c["rows"][np.repeat(apart, times)] = 1
+        numel = (c["rows"] * c["run"]).astype("i8")
+        first, self.count = np.cumsum(numel) - numel, int(numel.sum())
+        byte = np.array([t.byte for t in bucket.tensors], "i8")[number]
+        there, here = (
+            (c[f"{side}_pitch"] // width, c[f"{side}_step"] // width) for side in ("src", "dst")
+        )
+        gapless = [
+            ((pitch == c["run"]) | (c["rows"] == 1)) & ((step == 1) | (c["run"] == 1))
+            for pitch, step in (there, here)
+        ]
+        # a copy that has no gaps has one row, whose elements need no division
+        run = np.where(gapless[0] & gapless[1], numel, c["run"])
+        # of each copy: its first element, its elements, the index of the first, and so on
+        index = (c["dst_at"] - byte) // width
+        self.columns = np.stack([first, numel, run, index, *here, group, number], axis=1)
+        # where the weights are: the number of its weight, the byte, and the strides
+        self.weight, self.inside = memory.located(c["src_at"])
+        self.pitch, self.step = np.where(gapless[0], [run, np.ones_like(run)], there)
 
-    def tally(self) -> torch.Tensor:
-        """Returns zeros for `Changes.tally`."""
-        return self.rows.new_zeros(len(self.rank_of) + len(self.groups) + 1)
+    def has_kernels(self, segment: torch.Tensor) -> bool:
+        return self.count < 1 << 31 and has_kernels(segment.device)
 
-    def counts(self, tally: np.ndarray) -> dict[int, int]:
-        """Returns the number of changes on each rank that has some. tally: that of all ranks."""
-        found = defaultdict[int, int](int)
-        # strict=False: behind the groups a tally has digests
-        for rank, count in zip(self.rank_of, tally.tolist(), strict=False):
-            found[rank] += count
-        return {rank: count for rank, count in found.items() if count}
-
-    def indices(self, places: torch.Tensor) -> torch.Tensor:
-        """Returns the indices in the tensors of the elements at places."""
+    def add_whole(self, segment: torch.Tensor, digests: torch.Tensor) -> None:
+        """Adds all elements of the segment to the digest of each tensor."""
         import torch
 
-        if self._has_kernels(places):
-            from mckpt.live.kernels import find_indices
-
-            found = torch.empty(places.shape, dtype=torch.int64, device=places.device)
-            copies = len(self.starts)
-            given = places, self.starts, self.rows, self.rows.shape[1], found, len(places), copies
-            find_indices[(-(-len(places) // BLOCK),)](*given, copies.bit_length(), BLOCK)
-            return found
-        return self._located(places.long())[1]
-
-    def _located(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the copies that have the elements at places, and their indices in the tensors."""
-        import torch
-
-        copy = torch.searchsorted(self.starts, places, right=True) - 1
-        start, index, run, pitch, step = self.rows[copy, :5].unbind(1)
-        inside = places - start
-        return copy, index + inside // run * pitch + inside % run * step
-
-    def changes(
-        self, new: torch.Tensor, held: torch.Tensor | None, rank: int, most: float
-    ) -> Changes:
-        """Returns what changed in the segment of a rank, which are all elements if nothing is held.
-
-        most: changes that may have to be written; more are only counted.
-        """
-        if held is not None and self._has_kernels(new):
-            return _ByKernels(self, new, held.to(new.device, non_blocking=True), self.first[rank])
-        tally, count = self.tally(), 0
-        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for where, now, before in _differing(new, held):
-            where += self.first[rank]
-            copy, index = self._located(where)
-            mixed = _mixed(index, now)
-            if before is not None:
-                mixed -= _mixed(index, before)
-            self._add(tally, copy, mixed)
-            count += len(where)
-            if held is not None and count <= most:
-                parts.append((where.to(self.kind), now))
-        return _ByTorch(new, tally, parts)
-
-    def _has_kernels(self, tensor: torch.Tensor) -> bool:
-        return self.kind.itemsize == 4 and len(tensor) > 0 and has_kernels(tensor.device)
-
-    def _add(self, tally: torch.Tensor, copy: torch.Tensor, mixed: torch.Tensor) -> None:
-        """Adds the changes of ascending copies to a tally."""
-        import torch
-
-        total = torch.nn.functional.pad(mixed.cumsum(0), (1, 0))
-        every = torch.arange(len(self.starts) + 1, device=copy.device)
-        bounds = torch.searchsorted(copy, every)
-        group, tensor = self.rows[:, 6:].unbind(1)
-        tally.index_add_(0, group, bounds.diff())
-        tally.index_add_(0, tensor, total[bounds].diff())
-
-    def room(self, count: int) -> int:
-        """Returns the bytes of so many places and values."""
-        return _aligned(count * self.kind.itemsize) + _aligned(count * self.width)
-
-    def views(self, segment: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the places and the bits in a segment of this room."""
-        place, bits = count * self.kind.itemsize, count * self.width
-        values = segment[_aligned(place) :][:bits].view(self.bits)
-        return segment[:place].view(self.kind), values
+        if self.has_kernels(segment):
+            Blocks([self], segment.device).add_whole(segment, digests)
+            return
+        table = torch.from_numpy(self.columns).to(segment.device)
+        for start, part in _pieces(segment):
+            where = torch.arange(start, start + len(part), device=part.device)
+            copy, index = _located(table, where)
+            _add(table, copy, _mixed(index, part), digests)
 
 
-class _ByTorch(Changes):
-    """Changes that are listed: their places in the bucket, and their bits."""
+class ByTorch(Changes):
+    """Changes in one bucket, that are listed: their indices, and their bits."""
 
     def __init__(
         self,
+        places: Places,
         new: torch.Tensor,
+        held: torch.Tensor,
         tally: torch.Tensor,
-        parts: list[tuple[torch.Tensor, torch.Tensor]],
+        most: float,
     ) -> None:
-        self.new, self.tally, self.parts = new, tally, parts
-
-    def write(self, place: torch.Tensor, bits: torch.Tensor) -> None:
+        """new, held: the segment as it is now, and as it was. tally: gets the number of changes in
+        each group. most: changes that may have to be written; more are only counted.
+        """
         import torch
 
-        torch.cat([where for where, _ in self.parts], out=place)
+        self.held, count = held, 0
+        self.digests = tally.new_zeros(places.num_tensors)
+        self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        table = torch.from_numpy(places.columns).to(held.device)
+        for start, now in _pieces(new):
+            before = held[start : start + len(now)]
+            where = (now != before).nonzero()[:, 0]
+            now, was = now[where], before[where]
+            copy, index = _located(table, where + start)
+            _add(table, copy, _mixed(index, now) - _mixed(index, was), self.digests, tally)
+            before[where] = now
+            count += len(where)
+            if count <= most:
+                self.parts.append((index.to(places.kind), now))
+
+    def write(
+        self,
+        part: slice,
+        start: int,
+        index: torch.Tensor,
+        bits: torch.Tensor,
+        digests: torch.Tensor,
+    ) -> None:
+        import torch
+
+        torch.cat([indices for indices, _ in self.parts], out=index)
         torch.cat([values for _, values in self.parts], out=bits)
+        digests += self.digests
 
 
-class _ByKernels(Changes):
-    """Changes of each block: their number, and in the first of as many slots as the block has
-    elements their places in the block.
-    """
+class Blocks:
+    """The segments of some buckets as kernels see them. A block has elements of one copy."""
 
-    def __init__(self, places: Places, new: torch.Tensor, held: torch.Tensor, first: int) -> None:
+    def __init__(self, places: Sequence[Places], device: torch.device) -> None:
         import torch
 
-        from mckpt.live.kernels import add_to_tally, compare
+        def tensor(numbers: np.ndarray, kind: str = "i8") -> torch.Tensor:
+            return torch.from_numpy(numbers.astype(kind)).to(device)
 
-        self.new, self.first, self.tally = new, first, places.tally()
-        grid = (len(places.blocks),)
-        self.slots = torch.empty(grid[0] * BLOCK, dtype=torch.int16, device=new.device)
-        self.counts = torch.empty(grid, dtype=torch.int32, device=new.device)
-        compare[grid](new, held, self.slots, self.counts, len(new), BLOCK)
-        tables = places.blocks, places.rows, places.rows.shape[1]
-        given = new, held, self.slots, self.counts, first, *tables, self.tally
-        add_to_tally[grid](*given, *STEPS, BLOCK, LANES, num_warps=2)
+        self.places, self.width = places, places[0].width
+        columns = np.concatenate([p.columns for p in places])
+        copies = [len(p.columns) for p in places]
+        groups, tensors = [len(p.rank_of) for p in places], [p.num_tensors for p in places]
+        columns[:, 6] += np.repeat(np.cumsum(groups) - groups, copies)
+        columns[:, 7] += np.repeat(np.cumsum(tensors) - tensors, copies)
+        self.first, self.numel, self.run = columns[:, :3].T.copy()
+        blocks = -(-self.numel // BLOCK)
+        columns[:, 0] = np.cumsum(blocks) - blocks
+        self.rows = tensor(columns)
+        self.copy_of = tensor(np.repeat(np.arange(len(blocks)), blocks), "i4")
+        ends = np.cumsum([0, *blocks])[np.cumsum([0, *copies])]
+        self.ends: list[int] = ends.tolist()  # before each bucket, and behind the last
+        self._table = np.empty(0, "i8"), self.rows
 
-    def write(self, place: torch.Tensor, bits: torch.Tensor) -> None:
+    def table(
+        self, new: torch.Tensor | np.ndarray, held: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, int, bool]:
+        """Returns the address and the strides of each copy where it is now, and the address where
+        it is held; a number of elements, of which each copy has a multiple, and at a multiple of
+        which it starts; and whether no copy has gaps.
+
+        new: the addresses of all weights; or the segment, of one bucket.
+        """
+        import torch
+
+        if isinstance(new, np.ndarray):
+            at = np.concatenate([new[p.weight] + p.inside for p in self.places])
+            pitch = np.concatenate([p.pitch for p in self.places])
+            step = np.concatenate([p.step for p in self.places])
+        else:
+            at, pitch = new.data_ptr() + self.first * self.width, self.run
+            step = np.ones(len(at), "i8")
+        copies = [len(p.columns) for p in self.places]
+        starts = np.repeat([one.data_ptr() for one in held], copies) + self.first * self.width
+        table = np.stack([at, pitch, step, starts], axis=1)
+        if not np.array_equal(table, self._table[0]):
+            self._table = table, torch.from_numpy(table).to(self.rows.device)
+        uneven = ((at | starts | self.numel * self.width) % ALIGN).any()
+        dense = bool(((pitch == self.run) & (step == 1)).all())
+        return self._table[1], 1 if uneven else ALIGN // self.width, dense
+
+    def add_whole(self, segment: torch.Tensor, digests: torch.Tensor) -> None:
+        from mckpt.live.kernels import add_all
+
+        table, *_ = self.table(segment, [segment])
+        given = table, self.rows, self.copy_of, segment, digests
+        add_all[(len(self.copy_of),)](*given, *STEPS, BLOCK)
+
+
+class ByKernels(Changes):
+    """Changes of each block: their number, and a bit for each element."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        new: torch.Tensor | np.ndarray,
+        held: Sequence[torch.Tensor],
+        tally: torch.Tensor,
+    ) -> None:
+        """new: as for `Blocks.table`. held: the segments as they were. tally: as for ByTorch."""
+        import torch
+
+        from mckpt.live.kernels import compare
+
+        self.blocks, self.new, self.held, grid = blocks, new, held[-1], len(blocks.copy_of)
+        table, unit, dense = blocks.table(new, held)
+        masks = torch.empty(grid * WORDS, dtype=torch.int32, device=tally.device)
+        self.counts = torch.empty(grid, dtype=torch.int32, device=tally.device)
+        self.given = table, blocks.rows, blocks.copy_of, masks, self.counts
+        given = *self.given, self.held, tally
+        compare[(grid,)](*given, unit, blocks.width, dense, BLOCK)
+        self.ends = self.counts.cumsum(0)
+
+    def write(
+        self,
+        part: slice,
+        start: int,
+        index: torch.Tensor,
+        bits: torch.Tensor,
+        digests: torch.Tensor,
+    ) -> None:
         from mckpt.live.kernels import collect
 
-        ends = self.counts.cumsum(0)
-        given = self.new, self.slots, self.counts, ends, self.first, place, bits
-        collect[(len(self.counts),)](*given, BLOCK, LANES, num_warps=2)
-        del self.slots, self.counts  # which are as large as the segment
+        first, *_, end = self.blocks.ends[part.start : part.stop + 1]
+        given = *self.given, self.ends, index, bits, digests, first, start
+        collect[(end - first,)](*given, *STEPS, BLOCK, num_warps=1)
 
 
-def _differing(
-    new: torch.Tensor, held: torch.Tensor | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yields the numbers of the elements that differ, these, and what was held in their place: all
-    elements, if nothing was held.
+class Parcel:
+    """Changes of some buckets as they are sent at once. Of each rank, the indices of all its
+    changes, group after group, and behind them their bits.
+    """
+
+    def __init__(self, places: Sequence[Places], counts: np.ndarray) -> None:
+        """counts: the changes of each group of the buckets."""
+        self.kind, self.bits, self.width = places[0].kind, places[0].bits, places[0].width
+        self.groups = counts
+        self.rank_of = np.concatenate([p.rank_of for p in places])
+        tensors = [p.num_tensors for p in places]
+        before = np.cumsum(tensors) - tensors
+        parts = zip(places, before, strict=True)
+        self.tensor_of = np.concatenate([p.tensor_of + first for p, first in parts])
+        self.num_tensors = sum(tensors)
+        totals = np.bincount(self.rank_of, counts).astype("i8").tolist()
+        # of each rank that has changes: their number, and the bytes where they are sent
+        self.counts = {rank: count for rank, count in enumerate(totals) if count}
+        self.segments: dict[int, tuple[int, int]] = {}
+        self.nbytes = 0
+        for rank, count in self.counts.items():
+            room = _aligned(count * self.kind.itemsize) + _aligned(count * self.width)
+            self.segments[rank] = self.nbytes, room
+            self.nbytes += room
+
+    def views(self, segment: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the indices and the bits in the segment of a rank."""
+        count = self.counts[rank]
+        index, bits = count * self.kind.itemsize, count * self.width
+        return segment[:index].view(self.kind), segment[_aligned(index) :][:bits].view(self.bits)
+
+    def arranged(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Returns the indices and the bits of all ranks, tensor after tensor, and the number of
+        changes of each tensor.
+        """
+        import torch
+
+        lengths = np.bincount(self.tensor_of, self.groups, self.num_tensors).astype("i8")
+        sent = buffer[: self.nbytes]
+        sources = sent.view(self.kind), sent.view(self.bits)
+        starts = np.zeros((2, len(self.groups)), "i8")  # of each group in both
+        for rank, (at, _) in self.segments.items():
+            mine = self.rank_of == rank
+            before = np.cumsum(self.groups[mine]) - self.groups[mine]
+            bits_at = at + _aligned(self.counts[rank] * self.kind.itemsize)
+            starts[0, mine] = at // self.kind.itemsize + before
+            starts[1, mine] = bits_at // self.width + before
+        order = np.argsort(self.tensor_of, kind="stable")
+        order = order[self.groups[order] > 0]
+        starts, counts = starts[:, order], self.groups[order]
+        if not has_kernels(buffer.device):
+            index, bits = (
+                torch.cat([source[a:b] for a, b in zip(*rows.tolist(), strict=True)])
+                for source, rows in zip(
+                    sources, np.stack([starts, starts + counts], 1), strict=True
+                )
+            )
+            return index.long(), bits, lengths
+        from mckpt.live.kernels import arrange
+
+        index = torch.empty(int(counts.sum()), dtype=torch.int64, device=buffer.device)
+        bits = torch.empty(len(index), dtype=self.bits, device=buffer.device)
+        columns = np.stack([*starts, np.cumsum(counts) - counts, counts], axis=1)
+        pieces = torch.from_numpy(columns).to(buffer.device)
+        arrange[(len(pieces), PROGRAMS)](pieces, *sources, index, bits, BLOCK)
+        return index, bits, lengths
+
+
+def _located(table: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the copies that have these elements of a segment, and the indices of the elements in
+    their tensors. table: the columns of the copies.
     """
     import torch
 
-    piece = PIECE * (1 if new.device.type == "cpu" else ON_DEVICE)
-    for start in range(0, len(new), piece):
-        now = new[start : start + piece]
-        if held is None:
-            yield torch.arange(start, start + len(now), device=new.device), now, None
-            continue
-        before = held[start : start + piece].to(new.device, non_blocking=True)
-        where = (now != before).nonzero()[:, 0]
-        yield where + start, now[where], before[where]
+    copy = torch.searchsorted(table[:, 0].contiguous(), where, right=True) - 1
+    first, _, run, index, pitch, step = table[copy, :6].unbind(1)
+    inside = where - first
+    return copy, index + inside // run * pitch + inside % run * step
+
+
+def _add(
+    table: torch.Tensor,
+    copy: torch.Tensor,
+    mixed: torch.Tensor,
+    digests: torch.Tensor,
+    tally: torch.Tensor | None = None,
+) -> None:
+    """Adds the elements of ascending copies to the digests, and to the number in each group."""
+    import torch
+
+    total = torch.nn.functional.pad(mixed.cumsum(0), (1, 0))
+    bounds = torch.searchsorted(copy, torch.arange(len(table) + 1, device=copy.device))
+    digests.index_add_(0, table[:, 7], total[bounds].diff())
+    if tally is not None:
+        tally.index_add_(0, table[:, 6], bounds.diff())
+
+
+def _pieces(segment: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields pieces of a segment, and the number of the first element of each."""
+    piece = PIECE * (1 if segment.device.type == "cpu" else ON_DEVICE)
+    for start in range(0, len(segment), piece):
+        yield start, segment[start : start + piece]
 
 
 def _aligned(nbytes: int) -> int:

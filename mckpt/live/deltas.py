@@ -1,11 +1,11 @@
 """Finds what changed in a live model since the last call of a `Sync`, before anything is gathered.
 
-Each rank keeps the segments that it sends (`live.buckets`) as they were. It packs a segment anew,
-compares the two, and sends the places in the bucket of what changed, with the values. By the plan,
-which all ranks have, a place is an element of a tensor:
+Each rank keeps the segments that it sends (`live.buckets`) as they were, and compares them with
+what they would be now. The ranks tell each other how much has changed; then they send the indices
+of these elements in their tensors, and the values, of several buckets at once:
 
-    bucket   [segment of rank 0 | segment of rank 2]     place 7 --> q_proj.weight, element 40
-              q rows 0..8, k rows 0..4 ...
+    bucket   [segment of rank 0          | segment of rank 2]
+              q rows 0..8, k rows 0..4 ...                       --> q: 3, 40, ... and their values
 
 The digest of a tensor is the sum of a number for each element, made of its index and its bits. So
 each rank adds the part of what it sends, and nobody needs the whole tensor for it.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, suppress
-from itertools import chain
+from contextlib import closing, nullcontext, suppress
+from itertools import chain, groupby, islice
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,8 +24,8 @@ import numpy as np
 
 from mckpt.errors import MckptError, SourceError, UsageError
 from mckpt.live.asking import Asked
-from mckpt.live.buckets import Bucket
-from mckpt.live.changes import Changes, Places, digest
+from mckpt.live.buckets import ExportedTensor
+from mckpt.live.changes import Blocks, ByKernels, ByTorch, Changes, Parcel, Places, digest
 from mckpt.live.steps import SentBucket, steps_of
 from mckpt.live.together import call, gathered
 
@@ -35,9 +35,26 @@ if TYPE_CHECKING:
 # of the elements of a bucket; where more have changed, it is sent whole. A change takes 6 bytes for
 # an element of 2, so this bounds what is sent to three quarters.
 SHARE = 0.25
-# a message of this rank to all others about a bucket: the tally, and 1 if it has not failed, which
-# become the sums of all ranks; and works of torch.distributed
-Message = tuple["torch.Tensor", list[Any]]
+# numbers that become the sums of all ranks, and the works of torch.distributed that do it
+Sums = tuple["torch.Tensor", list[Any]]
+
+
+class Round(NamedTuple):
+    """Buckets that are compared at once."""
+
+    listed: list[int]
+    told: Sums  # the changes of each group, and of each rank a 1 if it has not failed
+    digests: torch.Tensor  # what the changes add to the digest of each tensor
+
+
+class Unit(NamedTuple):
+    """Buckets of a round that are sent at once."""
+
+    listed: list[int]
+    parcel: Parcel | None  # their changes; None: the only bucket goes whole
+    part: slice  # of the round
+    start: int  # the changes of this rank in the buckets of the round before these
+    tensors: slice  # of those of the round
 
 
 class Delta(NamedTuple):
@@ -77,16 +94,19 @@ class Kept:
     def __init__(self, sync: Any, where: Literal["host", "device"]) -> None:
         """sync: a `Sync`, which has made its plan."""
         self.sync, self.where, self.valid = sync, where, False
-        self.places = [Places(b, sync.rank, sync._device) for b in sync._plan.listed]
+        listed = sync._plan.listed
+        self.places = [Places(bucket, sync.rank, sync.memory) for bucket in listed]
+        self.blocks: dict[tuple[int, ...], Blocks] = {}  # of the buckets of a round
         self.held: list[torch.Tensor | None] = [None] * len(self.places)
         self.digests: list[Any] = [0] * len(self.places)
-        # of a call, by the numbers of buckets: segments and what changed, until they are kept and
-        # sent; and what is on its way
-        self.new: dict[int, torch.Tensor] = {}
-        self.found, self.sent = dict[int, Changes](), dict[int, SentBucket]()
-        pack = [bucket._replace(to=frozenset()) for bucket in sync._plan.listed]
-        given = sync._plan.joined.casts, sync.rank, sync.memory, sync._is_special
+        # of a call, by the first bucket of a round, what changed; and of a unit, what is on its way
+        self.changes, self.sent = dict[int, Changes](), dict[int, SentBucket]()
+        pack, casts = [b._replace(to=frozenset()) for b in listed], sync._plan.joined.casts
+        given = casts, sync.rank, sync.memory, sync._is_special
         self.pack = [(bucket, steps_of(bucket, *given)) for bucket in pack]
+        plain = [cast.source == cast.target and not sync._is_special(cast) for cast in casts]
+        # of each bucket: whether it has the weights as they are
+        self.plain = [all(plain[n] for n in set(b.copies["cast"].tolist())) for b in listed]
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -117,211 +137,270 @@ class Kept:
 
     def forget(self) -> None:
         """Frees what a call that fails leaves on the device."""
-        self.found.clear()
-        self.new.clear()
+        self.changes.clear()
         if self.where == "device":
             self.held = [None] * len(self.places)
 
     def _work(self, of: Deltas) -> Iterator[Delta]:
-        sync, every = self.sync, range(len(self.places))
+        sync = self.sync
         before: Iterator[Delta] = iter(())
         replaced = of.asked.weights is not None
         sync.memory.complete(replaced)
         sync.memory.refresh()
         said = {"version": of.version, "base_version": of.base_version}
-        gathered(lambda: self._refuse(of), stated=lambda _: said | sync._said)
+        in_place = all(gathered(lambda: self._ready(of), stated=lambda _: said | sync._said))
         sync._refused = None
         if sync.snapshot and not replaced:
             sync._tried(sync.memory.keep)
         based, self.valid = of.base_version > 0, False
         sync._begin()
-        ahead = self._compared(0, based)
-        for at in every:  # one bucket is compared and one is on its way, while one is yielded
-            told, ahead = ahead, self._compared(at + 1, based)
-            ready, before = before, self._bucket(at, told, based, of)
-            yield from ready
+        rounds = self._rounds(in_place)
+        ahead: list[Round] = [self._compared(listed, based) for listed in islice(rounds, 1)]
+        while ahead:
+            # a round is compared and a unit is on its way, while another one is yielded
+            round_ = ahead.pop()
+            ahead = [self._compared(listed, based) for listed in islice(rounds, 1)]
+            for unit in self._units(round_, based):
+                ready, before = before, self._unit(round_, unit, of)
+                yield from ready
         yield from before
         extra = (of.asked.extra or {}).items() if sync._receives else ()
         yield from sync._noted(Delta(name, None, t, digest(t)) for name, t in extra)
-        self._agree(self._tell(len(every)))
+        deque(self._units(self._compared([], based), based), 0)  # whether a rank has failed
         sync._end()
         sync._done()
         self.valid = True
 
-    def _refuse(self, of: Deltas) -> None:
-        """Raises the error that this rank finds before a call."""
+    def _ready(self, of: Deltas) -> bool:
+        """Returns whether this rank can compare its weights where they are. Raises the error that
+        it finds before a call.
+        """
         self.sync._take(of.asked)
         if of.refused is not None:
             raise of.refused
         if (of.base_version, of.version) != self.versions:
             raise UsageError(f"these are the deltas of version {of.version}; call the Sync again")
-        for held, places in zip(self.held, self.places, strict=True) if of.base_version else ():
-            count = places.count.get(self.sync.rank, 0)
-            if held is None or held.shape != (count,) or held.dtype is not places.bits:
+        if not of.base_version:
+            return False
+        in_place: bool = self.where == "device" and self.sync.memory.on_device
+        for held, places in zip(self.held, self.places, strict=True):
+            if held is None or held.shape != (places.count,) or held.dtype is not places.bits:
                 raise UsageError(
                     "the values that this rank has kept do not fit the plan; make the Sync again"
                 )
+            in_place &= places.has_kernels(held)
+        return in_place
 
-    def _bucket(self, at: int, told: Message | None, based: bool, of: Deltas) -> Iterator[Delta]:
-        """Returns what this rank receives of a bucket, of which it begins to send what changed. A
-        bucket that goes whole is sent when it is asked for.
+    def _rounds(self, in_place: bool) -> Iterator[list[int]]:
+        """Yields the buckets that are compared at once: those next to each other that need no
+        memory for it, and each of the others.
         """
-        sync, places, bucket = self.sync, self.places[at], self.sync._plan.listed[at]
-        assert told is not None
-        tally, groups = self._agree(told), len(places.rank_of)
-        counts = places.counts(tally)
-        self.digests[at] = self.digests[at] * based + tally[groups:]
-        digests = self.digests[at].tolist()
-        if not based or sum(counts.values()) > SHARE * places.size:
-            of.nbytes += bucket.nbytes
-            self.found.pop(at, None)  # whose memory the next comparison can have
-            return self._whole(at, digests)
-        segments, end = dict[int, tuple[int, int]](), 0
-        for rank, count in counts.items():
-            segments[rank] = end, places.room(count)
-            end += places.room(count)
-        of.nbytes += end
-        if counts:
-            self._send(at, bucket._replace(segments=segments, nbytes=end), counts)
-        self._keep(at, sync.rank in counts)
-        self.found.pop(at, None)
-        return self._some(at, counts, tally[:groups].tolist(), digests) if counts else iter(())
+        places, listed = self.places, self.sync._plan.listed
 
-    def _whole(self, at: int, digests: list[int]) -> Iterator[Delta]:
-        """Sends all of a bucket, and yields its tensors."""
-        sync = self.sync
-        sent = sync._send(sync._plan.listed[at], sync._steps[at])
-        self._keep(at)
-        listed = zip(sent.bucket.tensors, sync._received(sent)[0], strict=False)
-        # strict=False: a rank that does not receive the bucket has no tensors
-        for number, (tensor, whole) in enumerate(listed):
-            yield Delta(tensor.name, None, whole, digests[number])
+        def alike(at: int) -> Any:
+            if in_place and self.plain[at]:
+                return listed[at].to, places[at].width, places[at].kind
+            return at
 
-    def _some(
-        self, at: int, counts: dict[int, int], of_groups: list[int], digests: list[int]
-    ) -> Iterator[Delta]:
-        """Waits for the changes of a bucket, and yields those that this rank receives.
+        for _, group in groupby(range(len(places)), alike):
+            yield [*group]
 
-        counts, of_groups: their number from each rank and in each group.
-        """
-        places, sent = self.places[at], self.sent[at]
-        sent.wait()
-        del self.sent[at]
-        self.sync._refuse_lost(sent)
-        if self.sync.rank in sent.bucket.to:
-            segments = sent.bucket.segments.items()
-            parts = [places.views(sent.buffer[at:][:n], counts[rank]) for rank, (at, n) in segments]
-            split = _split(sent.bucket, places, parts, of_groups, digests)
-            yield from self.sync._noted(split)
-
-    def _compared(self, at: int, based: bool) -> Message | None:
-        """Finds what changed in this rank's segment of a bucket, if there is one, and begins to
-        tell the other ranks.
-        """
-        if at == len(self.places):
-            return None
-        self.sync._tried(lambda: self._compare(at, based))
-        return self._tell(at)
-
-    def _compare(self, at: int, based: bool) -> None:
-        import torch
-
-        sync, places, (bucket, steps) = self.sync, self.places[at], self.pack[at]
-        buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=sync._device)
-        sync._copy(steps.send, bucket, buffer)
-        self.new[at] = new = buffer.view(places.bits)[: places.count.get(sync.rank, 0)]
-        held = self.held[at] if based else None
-        self.found[at] = places.changes(new, held, sync.rank, SHARE * places.size)
-
-    def _tell(self, at: int) -> Message:
-        """Begins to add up the tallies of all ranks for a bucket. Behind the last bucket the ranks
-        only tell each other that they are there.
+    def _compared(self, listed: list[int], based: bool) -> Round:
+        """Finds what changed in this rank's segments of some buckets, and begins to add it up.
+        Behind the last bucket the ranks only tell each other that they are there.
         """
         import torch
+
+        places, device = [self.places[at] for at in listed], self.sync._device
+        told = torch.zeros(
+            sum(len(p.rank_of) for p in places) + 1, dtype=torch.int64, device=device
+        )
+        digests = told.new_zeros(sum(p.num_tensors for p in places))
+        if based and any(p.count for p in places):
+            self.sync._tried(lambda: self._compare(listed, told))
+        told[-1:].fill_(self.sync._refused is None)
+        return Round(listed, self._added(told), digests)
+
+    def _compare(self, listed: list[int], tally: torch.Tensor) -> None:
+        sync, at = self.sync, listed[0]
+        places = self.places[at]
+        every = [
+            held.to(sync._device, non_blocking=True)
+            for held in (self.held[n] for n in listed)
+            if held is not None  # which `_ready` has refused
+        ]
+        in_place = len(listed) > 1
+        new = sync.memory.addresses() if in_place else self._packed(at)
+        if places.has_kernels(every[0]):
+            if tuple(listed) not in self.blocks:
+                of = [self.places[n] for n in listed]
+                self.blocks[tuple(listed)] = Blocks(of, sync._device)
+            self.changes[at] = ByKernels(self.blocks[tuple(listed)], new, every, tally)
+        else:
+            self.changes[at] = ByTorch(places, new, every[0], tally, SHARE * places.size)
+
+    def _packed(self, at: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns this rank's segment of a bucket as it is now. memory: where to put it."""
+        import torch
+
+        places, (bucket, steps) = self.places[at], self.pack[at]
+        if memory is None:
+            buffer = torch.empty(steps.buffer, dtype=torch.uint8, device=self.sync._device)
+            memory = buffer.view(places.bits)[: places.count]
+        self.sync._copy(steps.send, bucket, memory.view(torch.uint8))
+        return memory
+
+    def _added(self, numbers: torch.Tensor) -> Sums:
+        """Begins to add up the numbers of all ranks."""
         import torch.distributed as dist
 
-        if at == len(self.places):
-            told = torch.zeros(1, dtype=torch.int64, device=self.sync._device)
-        else:
-            told = self.found[at].tally if at in self.found else self.places[at].tally()
-        told[-1:].fill_(self.sync._refused is None)
-        works: list[Any] = []
-        if dist.is_initialized():
-            works.append(call(dist.all_reduce, told, async_op=True))
-        return told, works
+        if not dist.is_initialized():
+            return numbers, []
+        return numbers, [call(dist.all_reduce, numbers, async_op=True)]
 
-    def _agree(self, message: Message) -> np.ndarray:
-        """Returns the sum of the tallies of all ranks.
+    def _sum(self, sums: Sums) -> np.ndarray:
+        """Waits for the sum of the numbers of all ranks."""
+        import torch
+
+        numbers, works = sums
+        # the stream of the caller has its work while this process waits
+        side = self.sync._side if works else None
+        with torch.cuda.stream(side) if side is not None else nullcontext():
+            for work in works:
+                call(work.wait)
+            return np.array(call(numbers.tolist), "i8")
+
+    def _units(self, round_: Round, based: bool) -> Iterator[Unit]:
+        """Yields what is sent at once of a round: a bucket that goes whole, or the changes of
+        buckets next to each other.
 
         Raises one error on all ranks if a rank has failed.
         """
-        told, works = message
-        for work in works:
-            call(work.wait)
-        *tally, here = call(told.tolist)
-        if here != self.sync.world:
-            self.sync._fail("what changed in a bucket has not reached all ranks")
-        return np.array(tally, "i8")
+        tally, sync = self._sum(round_.told), self.sync
+        if tally[-1] != sync.world:
+            sync._fail("what changed in a bucket has not reached all ranks")
+        places = [self.places[at] for at in round_.listed]
+        counts = np.split(tally[:-1], np.cumsum([len(p.rank_of) for p in places]))
+        own = [int(c[p.rank_of == sync.rank].sum()) for p, c in zip(places, counts, strict=False)]
+        ends = np.cumsum([0, *(p.num_tensors for p in places)]).tolist()
 
-    def _keep(self, at: int, changed: bool = True) -> None:
-        """Keeps the values of a segment for the next call."""
+        def unit(first: int, end: int, whole: bool) -> Unit:
+            parcel = None if whole else Parcel(places[first:end], np.concatenate(counts[first:end]))
+            tensors = slice(ends[first], ends[end])
+            listed = round_.listed[first:end]
+            return Unit(listed, parcel, slice(first, end), sum(own[:first]), tensors)
+
+        first, size = 0, 0
+        # strict=False: nothing is left behind the last bucket
+        for number, (place, of) in enumerate(zip(places, counts, strict=False)):
+            count = int(of.sum())
+            whole = not based or count > SHARE * place.size
+            nbytes = count * (place.kind.itemsize + place.width)
+            if size and (whole or size + nbytes > sync._plan.most // 2):
+                yield unit(first, number, False)
+                first, size = number, 0
+            if whole:
+                yield unit(number, number + 1, True)
+                first = number + 1
+            else:
+                size += nbytes
+        if size:
+            yield unit(first, len(places), False)
+        self.changes.pop(round_.listed[0] if round_.listed else -1, None)
+
+    def _unit(self, round_: Round, unit: Unit, of: Deltas) -> Iterator[Delta]:
+        """Returns what this rank receives of some buckets, of which it begins to send what changed.
+        A bucket that goes whole is sent when it is asked for.
+        """
+        if unit.parcel is None:
+            of.nbytes += self.sync._plan.listed[unit.listed[0]].nbytes
+            if len(round_.listed) == 1:  # the next comparison can have the memory
+                self.changes.pop(unit.listed[0], None)
+            return self._whole(unit.listed[0], round_.digests[unit.tensors])
+        of.nbytes += unit.parcel.nbytes
+        sent = self._send(round_, unit, unit.parcel)
+        self.sent[unit.listed[0]] = sent
+        return self._some(unit, unit.parcel, self._added(round_.digests[unit.tensors]))
+
+    def _whole(self, at: int, digests: torch.Tensor) -> Iterator[Delta]:
+        """Sends all of a bucket, and yields its tensors."""
+        sync = self.sync
+        sent = sync._send(sync._plan.listed[at], sync._steps[at])
+        sync._tried(lambda: self._keep(at, digests))
+        added = self._added(digests)
+        tensors = sync._received(sent)[0]
+        self.digests[at] = self._sum(added)
+        # strict=False: a rank that does not receive the bucket has no tensors
+        rows = zip(sent.bucket.tensors, tensors, self.digests[at].tolist(), strict=False)
+        for tensor, whole, stated in rows:
+            yield Delta(tensor.name, None, whole, stated)
+
+    def _keep(self, at: int, digests: torch.Tensor) -> None:
+        """Keeps a segment as it is now, and adds to the digests of its tensors."""
         import torch
 
-        def keep(new: torch.Tensor) -> None:
-            if self.where == "device":
-                self.held[at] = new
-                return
-            if (held := self.held[at]) is None:
+        held = self.held[at]
+        new = self._packed(at, held if self.where == "device" else None)
+        self.places[at].add_whole(new, digests)
+        if self.where == "host":
+            if held is None:
                 pinned = new.device.type == "cuda"
                 held = torch.empty(new.shape, dtype=new.dtype, pin_memory=pinned)
-                self.held[at] = held
-            held.copy_(new)
+            new = held.copy_(new)
+        self.held[at] = new
 
-        if changed:
-            self.sync._tried(lambda: keep(self.new[at]))
-        self.new.pop(at, None)
-
-    def _send(self, at: int, bucket: Bucket, counts: dict[int, int]) -> None:
-        """Begins to send the changes of a bucket, as whose segments they are."""
-        sync, places = self.sync, self.places[at]
-        receives = sync.rank in bucket.to
+    def _send(self, round_: Round, unit: Unit, parcel: Parcel) -> SentBucket:
+        """Begins to send the changes of some buckets, as if they were one."""
+        sync, first = self.sync, unit.listed[0]
+        bucket = sync._plan.listed[first]
+        bucket = bucket._replace(segments=parcel.segments, nbytes=parcel.nbytes)
         start, size = bucket.segments.get(sync.rank, (0, 0))
+        receives = sync.rank in bucket.to
 
         def write(buffer: torch.Tensor) -> None:
             if size:
-                own = buffer[start * receives :][:size]
-                self.found[at].write(*places.views(own, counts[sync.rank]))
+                changes = self.changes[round_.listed[0]]
+                where, bits = parcel.views(buffer[start * receives :], sync.rank)
+                changes.write(unit.part, unit.start, where, bits, round_.digests)
+                if self.where == "host" and (held := self.held[first]) is not changes.held:
+                    assert held is not None  # `_ready` has refused it
+                    held.copy_(changes.held)
 
         buffer = sync._filled(bucket.nbytes if receives else size, write)
-        self.sent[at] = sync._exchange(bucket, sync._steps[at], buffer)
+        return sync._exchange(bucket, sync._steps[first], buffer)
+
+    def _some(self, unit: Unit, parcel: Parcel, digests: Sums) -> Iterator[Delta]:
+        """Waits for the changes of some buckets, and yields those that this rank receives."""
+        sync, sent = self.sync, self.sent[unit.listed[0]]
+        sent.wait()
+        del self.sent[unit.listed[0]]
+        sync._refuse_lost(sent)
+        tensors, stated, added = list[ExportedTensor](), list[int](), self._sum(digests)
+        for at in unit.listed:
+            of, end = sync._plan.listed[at].tensors, len(tensors)
+            self.digests[at] = self.digests[at] + added[end : end + len(of)]
+            tensors += of
+            stated += self.digests[at].tolist()
+        if sync.rank in sent.bucket.to:
+            yield from sync._noted(_split(parcel, sent.buffer, tensors, stated))
 
 
 def _split(
-    bucket: Bucket,
-    places: Places,
-    parts: list[tuple[torch.Tensor, torch.Tensor]],
-    counts: list[int],
-    digests: list[int],
+    parcel: Parcel, buffer: torch.Tensor, tensors: list[ExportedTensor], digests: list[int]
 ) -> Iterator[Delta]:
-    """Yields the changes of each tensor.
-
-    parts: the places and the bits from each rank. counts: of each group.
-    """
+    """Yields the changes of each tensor."""
     import torch
 
-    where, bits = (torch.cat(some) if some[1:] else some[0] for some in zip(*parts, strict=True))
-    indices = places.indices(where).split(counts)
+    indices, bits, lengths = parcel.arranged(buffer)
+    changed = [n for n, length in enumerate(lengths.tolist()) if length]
+    counts = lengths[changed].tolist()
     values = {
         dtype: bits.view(getattr(torch, dtype)).split(counts)
-        for dtype in {tensor.dtype for tensor in bucket.tensors}
+        for dtype in {tensor.dtype for tensor in tensors}
     }
-    for tensor, groups, stated in zip(bucket.tensors, places.groups, digests, strict=True):
-        of_dtype, some = values[tensor.dtype], [group for group in groups if counts[group]]
-        if len(some) == 1:
-            yield Delta(tensor.name, indices[some[0]], of_dtype[some[0]], stated)
-        elif some:
-            index, bits = (torch.cat([of[g] for g in some]) for of in (indices, of_dtype))
-            yield Delta(tensor.name, index, bits, stated)
+    for at, (number, index) in enumerate(zip(changed, indices.split(counts), strict=True)):
+        tensor = tensors[number]
+        yield Delta(tensor.name, index, values[tensor.dtype][at], digests[number])
 
 
 def apply_delta(weights: Mapping[str, torch.Tensor], deltas: Deltas, version: int) -> int:

@@ -60,20 +60,53 @@ def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but c
     tl.store(bad + matrix, 1, mask=is_bad == 1)
 
 
-@triton.jit(do_not_specialize=["size"])
-def compare(new, held, slots, counts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts the elements of a block that differ, and writes their places in the block into the
-    first of its slots.
+COLUMNS = tl.constexpr(8)  # of `live.changes.Blocks.rows`, in the order in which they are read
+
+
+@triton.jit
+def compare(  # type: ignore[no-untyped-def]
+    table,
+    rows,
+    copy_of,
+    masks,
+    counts,
+    like,
+    tally,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Counts the elements of a block that differ from what is held, and writes a bit for each
+    element of a block that has some.
+
+    table, rows, copy_of: of `live.changes.Blocks`. like: a tensor of the dtype. tally: the changes
+    of each group. UNIT, DENSE: as for `Blocks.table`. WIDTH: bytes of an element.
     """
     block = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    at = block * BLOCK + lane
-    now = tl.load(new + at, mask=at < size, other=0)
-    before = tl.load(held + at, mask=at < size, other=0)
-    differs = (now != before).to(tl.int32)
-    slot = block * BLOCK + tl.cumsum(differs, 0) - 1
-    tl.store(slots + slot, lane.to(tl.int16), mask=differs == 1)
-    tl.store(counts + block, tl.sum(differs, 0))
+    copy = tl.load(copy_of + block).to(tl.int64)
+    row, places = rows + copy * COLUMNS, table + copy * 4
+    now_at = tl.multiple_of(tl.load(places).to(like.dtype), UNIT * WIDTH)
+    pitch, step = tl.load(places + 1), tl.load(places + 2)
+    held_at = tl.multiple_of(tl.load(places + 3).to(like.dtype), UNIT * WIDTH)
+    inside = ((block - tl.load(row)) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    here = inside < tl.multiple_of(tl.load(row + 1).to(tl.int32), UNIT)
+    run = tl.load(row + 2).to(tl.int32)
+    was = tl.load(held_at + inside, mask=here, other=0)
+    if DENSE:
+        now = tl.load(now_at + inside, mask=here, other=0)
+    else:
+        down = inside // run
+        at = down.to(tl.int64) * pitch + (inside - down * run).to(tl.int64) * step
+        now = tl.load(now_at + at, mask=here, other=0)
+    differs = (now != was).to(tl.int32)
+    count = tl.sum(differs, 0)
+    tl.store(counts + block, count)
+    if count > 0:
+        bits = tl.reshape(differs, (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
+        words = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        tl.store(masks + words, tl.sum(bits, 1))
+        tl.atomic_add(tally + tl.load(row + 6), count.to(tl.int64))
 
 
 @triton.jit
@@ -84,99 +117,124 @@ def mixed(index, bits, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.cons
     return number ^ (number >> 29)
 
 
-@triton.jit(do_not_specialize=["first"])
-def add_to_tally(  # type: ignore[no-untyped-def]
-    new,
-    held,
-    slots,
-    counts,
-    first,
-    blocks,
+@triton.jit
+def ones(word):  # type: ignore[no-untyped-def]
+    """Returns how many bits of 32 are 1."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_block", "start"])
+def collect(  # type: ignore[no-untyped-def]
+    table,
     rows,
-    width,
-    tally,
+    copy_of,
+    masks,
+    counts,
+    ends,
+    indices,
+    values,
+    digests,
+    first_block,
+    start,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
 ):
-    """Adds the changes of a block to the number of each group, and to the digest of each tensor.
+    """Writes the indices and the bits of the changes of a block behind those of the blocks before,
+    adds to the digest of its tensor, and holds the new values.
 
-    first: the place of the segment. blocks: the first and the last copy of each block. rows: of
-    each copy `width` columns: start, index, run, pitch, step, elements, group and tensor.
+    ends: of each block, the changes up to its end. first_block, start: the first block that is
+    written, and the changes before it. The others are as for `compare`.
     """
-    block = tl.program_id(0).to(tl.int64)
+    block = first_block + tl.program_id(0).to(tl.int64)
     count = tl.load(counts + block)
-    copy = tl.load(blocks + 2 * block)
-    last = tl.load(blocks + 2 * block + 1)
-    while copy <= last:
-        row = rows + copy * width
-        start = tl.load(row) - first
-        index = tl.load(row + 1)
-        run = tl.load(row + 2).to(tl.int32)
-        pitch = tl.load(row + 3)
-        step = tl.load(row + 4)
-        end = start + tl.load(row + 5)
-        num = tl.zeros((LANES,), tl.int64)
-        total = tl.zeros((LANES,), tl.int64)
-        for begin in range(0, count, LANES):
-            lane = begin + tl.arange(0, LANES)
-            slot = tl.load(slots + block * BLOCK + lane, mask=lane < count, other=0)
-            at = block * BLOCK + slot.to(tl.int64)
-            here = (lane < count) & (at >= start) & (at < end)
-            inside = (at - start).to(tl.int32)
-            place = (
-                index + (inside // run).to(tl.int64) * pitch + (inside % run).to(tl.int64) * step
-            )
-            now = mixed(place, tl.load(new + at, mask=here, other=0), FIRST, SECOND, THIRD)
-            before = mixed(place, tl.load(held + at, mask=here, other=0), FIRST, SECOND, THIRD)
-            num += here.to(tl.int64)
-            total += tl.where(here, now - before, 0)
-        if count > 0:
-            tl.atomic_add(tally + tl.load(row + 6), tl.sum(num, 0))
-            tl.atomic_add(tally + tl.load(row + 7), tl.sum(total, 0))
-        copy += 1
+    if count > 0:
+        copy = tl.load(copy_of + block).to(tl.int64)
+        row, places = rows + copy * COLUMNS, table + copy * 4
+        now_at = tl.load(places).to(values.dtype)
+        pitch, step = tl.load(places + 1), tl.load(places + 2)
+        held_at = tl.load(places + 3).to(values.dtype)
+        inside_at = ((block - tl.load(row)) * BLOCK).to(tl.int32)
+        numel, run = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+        index = tl.load(row + 3)
+        dst_pitch, dst_step = tl.load(row + 4), tl.load(row + 5)
+        # each lane has a word of the mask, and takes one bit of it after the other
+        lane = tl.arange(0, BLOCK // 32)
+        bits = tl.load(masks + block * (BLOCK // 32) + lane).to(tl.uint32, bitcast=True)
+        left = ones(bits)
+        to = tl.load(ends + block) - count - start + tl.cumsum(left, 0) - left
+        total = tl.zeros((BLOCK // 32,), tl.int64)
+        for number in range(tl.max(left, 0)):
+            here = number < left
+            inside = inside_at + lane * 32 + ones((bits ^ (bits - 1)) >> 1)
+            inside = tl.where(here, inside, 0)
+            bits = bits & (bits - 1)
+            if run == numel:
+                at = inside.to(tl.int64)
+                found = index + at
+            else:
+                down = inside // run
+                along = (inside - down * run).to(tl.int64)
+                at = down.to(tl.int64) * pitch + along * step
+                found = index + down.to(tl.int64) * dst_pitch + along * dst_step
+            now = tl.load(now_at + at, mask=here, other=0)
+            was = tl.load(held_at + inside, mask=here, other=0)
+            new = mixed(found, now, FIRST, SECOND, THIRD)
+            total += tl.where(here, new - mixed(found, was, FIRST, SECOND, THIRD), 0)
+            tl.store(held_at + inside, now, mask=here)
+            tl.store(indices + to + number, found.to(indices.dtype.element_ty), mask=here)
+            tl.store(values + to + number, now, mask=here)
+        tl.atomic_add(digests + tl.load(row + 7), tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["first"])
-def collect(  # type: ignore[no-untyped-def]
-    new, slots, counts, ends, first, places, values, BLOCK: tl.constexpr, LANES: tl.constexpr
+@triton.jit
+def add_all(  # type: ignore[no-untyped-def]
+    table,
+    rows,
+    copy_of,
+    like,
+    digests,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Writes the places and the bits of the changes of a block behind those of the blocks before.
-
-    ends: of each block, the changes up to its end.
-    """
+    """Adds all elements of a block to the digest of its tensor, as they are held."""
     block = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + block)
-    to = tl.load(ends + block) - count
-    for begin in range(0, count, LANES):
-        lane = begin + tl.arange(0, LANES)
-        slot = tl.load(slots + block * BLOCK + lane, mask=lane < count, other=0)
-        at = block * BLOCK + slot.to(tl.int64)
-        tl.store(places + to + lane, (first + at).to(tl.int32), mask=lane < count)
-        tl.store(values + to + lane, tl.load(new + at, mask=lane < count), mask=lane < count)
-
-
-@triton.jit(do_not_specialize=["count", "copies", "steps"])
-def find_indices(  # type: ignore[no-untyped-def]
-    places, starts, rows, width, found, count, copies, steps, BLOCK: tl.constexpr
-):
-    """Writes the index in its tensor of the element at each place. rows: as for `add_to_tally`, of
-    `copies` copies with these starts, of which `steps` halvings find one.
-    """
-    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + lane, mask=lane < count, other=0).to(tl.int64)
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = low + copies
-    for _ in range(steps):
-        middle = (low + high) // 2
-        below = tl.load(starts + middle) <= place
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-    row = rows + low * width
+    copy = tl.load(copy_of + block).to(tl.int64)
+    row = rows + copy * COLUMNS
+    inside = ((block - tl.load(row)) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    here = inside < tl.load(row + 1)
     run = tl.load(row + 2).to(tl.int32)
-    inside = (place - tl.load(starts + low)).to(tl.int32)
-    whole = (inside // run).to(tl.int64) * tl.load(row + 3)
-    part = (inside % run).to(tl.int64) * tl.load(row + 4)
-    tl.store(found + lane, tl.load(row + 1) + whole + part, mask=lane < count)
+    down = inside // run
+    along = (inside - down * run).to(tl.int64)
+    index = tl.load(row + 3) + down.to(tl.int64) * tl.load(row + 4) + along * tl.load(row + 5)
+    held_at = tl.load(table + copy * 4 + 3).to(like.dtype)
+    number = mixed(index, tl.load(held_at + inside, mask=here, other=0), FIRST, SECOND, THIRD)
+    tl.atomic_add(digests + tl.load(row + 7), tl.sum(tl.where(here, number, 0), 0))
+
+
+@triton.jit
+def arrange(pieces, indices, values, to_indices, to_values, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies the indices and the values of a piece to their place. Several programs do a piece.
+
+    pieces: the first index, the first value, the place, and the number of elements of each.
+    """
+    row = pieces + tl.program_id(0).to(tl.int64) * 4
+    index_at, value_at, to, count = (
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+    )
+    for begin in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        lane = begin + tl.arange(0, BLOCK)
+        here = lane < count
+        index = tl.load(indices + index_at + lane, mask=here, other=0)
+        tl.store(to_indices + to + lane, index.to(tl.int64), mask=here)
+        value = tl.load(values + value_at + lane, mask=here, other=0)
+        tl.store(to_values + to + lane, value, mask=here)

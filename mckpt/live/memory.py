@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mckpt.errors import UsageError
 from mckpt.formats.foreign import FACTOR
 from mckpt.live.asking import Given
@@ -280,6 +282,24 @@ class Memory:
     def number(self, place: int) -> int:
         """Returns the number of the weight that has a place."""
         return bisect_right(self._places, place) - 1
+
+    def located(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the weights that have places, and the bytes before these."""
+        starts = np.array(self._places, "i8")
+        numbers = np.searchsorted(starts, places, "right") - 1
+        return numbers, places - starts[numbers]
+
+    @property
+    def on_device(self) -> bool:
+        """Returns whether no weight was replaced by a tensor of the host."""
+        return all(kept.device == self._home for kept in self._kept.values())
+
+    def addresses(self) -> np.ndarray:
+        """Returns the address of each weight, or of its copy, as `refuse_changed` found it."""
+        found = [0 if seen is None else seen.address for seen in self._seen]
+        for number, kept in self._kept.items():
+            found[number] = kept.data_ptr()
+        return np.array(found, "i8")
 
     def view(
         self, place: int, dtype: str, shape: Sequence[int], strides: Sequence[int]

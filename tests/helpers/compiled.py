@@ -1,0 +1,72 @@
+"""Compiles the kernels of mckpt.live.changes for a GPU, which need not be there: the interpreter
+takes what the compiler refuses. It prints the kernels, and how `compare` reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mckpt.live import kernels
+from mckpt.live.changes import BLOCK, STEPS
+
+TABLES = {"table": "*i64", "rows": "*i64", "copy_of": "*i32"}
+FOUND = {"masks": "*i32", "counts": "*i32"}
+MIXING = dict(zip(("FIRST", "SECOND", "THIRD"), STEPS, strict=True))
+# kernel, types of its tensors and numbers, constants
+CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+    *(
+        (
+            kernels.compare,
+            {**TABLES, **FOUND, "like": "*i16", "tally": "*i64"},
+            {"UNIT": 8, "WIDTH": 2, "DENSE": dense},
+        )
+        for dense in (True, False)
+    ),
+    *(
+        (
+            kernels.collect,
+            {
+                **TABLES,
+                **FOUND,
+                **{"ends": "*i64", "indices": kind, "values": "*i16", "digests": "*i64"},
+                **{"first_block": "i32", "start": "i64"},
+            },
+            MIXING,
+        )
+        for kind in ("*i32", "*i64")
+    ),
+    (kernels.add_all, {**TABLES, "like": "*i16", "digests": "*i64"}, MIXING),
+    (
+        kernels.arrange,
+        {
+            **{"pieces": "*i64", "indices": "*i32", "values": "*i16"},
+            **{"to_indices": "*i64", "to_values": "*i16"},
+        },
+        {},
+    ),
+]
+
+
+def main() -> None:
+    for kernel, types, constants in CASES:
+        names = kernel.arg_names
+        given = {(names.index(name),): value for name, value in constants.items()}
+        given[(names.index("BLOCK"),)] = BLOCK
+        even = [["tt.divisibility", 16]]
+        attributes = {(names.index(n),): even for n, kind in types.items() if kind[0] == "*"}
+        every = {name: types.get(name, "constexpr") for name in names}
+        source = ASTSource(kernel, every, constexprs=given, attrs=attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        print(kernel.__name__)
+        if constants.get("DENSE"):
+            text = made.asm["ptx"]
+            one_by_one = "ld.global.b16" in text or "ld.global.u16" in text
+            print("compare reads", "2" if one_by_one else "16", "bytes at once")
+
+
+if __name__ == "__main__":
+    main()
