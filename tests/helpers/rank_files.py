@@ -6,7 +6,9 @@ OUT/verl       model_world_size_4_rank_R.pt, optim_* and fsdp_config.json, mesh 
 OUT/hsdp       the same, mesh ("ddp", "fsdp")
 OUT/columns    the same, mesh ("fsdp",), the up projections cut in columns
 OUT/model      shard-*.safetensors of torch's HuggingFaceStorageWriter, in two files each
-               (with `weights` only OUT/verl and OUT/model, without an optimizer)
+               (with `weights` only OUT/verl and OUT/model, without an optimizer; of a Llama also
+               OUT/titan/step-10 in the names of torchtitan, and its first layers as OUT/universal,
+               of DeepSpeed, with their config in OUT/universal/hf)
 OUT/step-10    with `titan`, this one alone: what torchtitan saves, in the names of HF_DIR
 OUT/verl/global_step_N/actor, OUT/hsdp/... with `steps`, these alone: what verl saves after steps 3
                and 4 of a training in fp32, and in OUT/STATE-N the whole state, as torch gathers it
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -128,7 +131,13 @@ def by_columns(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[0] == 10 else None
 
 
-def save(rank: int, arrays: dict[str, torch.Tensor], out: Path, weights: bool = False) -> None:
+def save(
+    rank: int,
+    arrays: dict[str, torch.Tensor],
+    out: Path,
+    titan: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """titan: the same in the names of torchtitan; only weights are saved then."""
     dist.init_process_group("gloo", f"file://{out}/meeting", rank=rank, world_size=WORLD)
     one = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     two = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("ddp", "fsdp"))
@@ -136,21 +145,48 @@ def save(rank: int, arrays: dict[str, torch.Tensor], out: Path, weights: bool = 
         ("verl", one, None),
         ("hsdp", two, None),
         ("columns", one, by_columns),
-    )[: 1 if weights else 3]:
+    )[: 1 if titan else 3]:
         model = model_of(arrays)
         fully_shard(model, mesh=mesh, shard_placement_fn=placed)
         folder = out / name
         folder.mkdir(exist_ok=True)
         torch.save(model.state_dict(), folder / f"model_world_size_{WORLD}_rank_{rank}.pt")
-        if not weights:
+        if not titan:
             state = stepped(model).state_dict()
             torch.save(state, folder / f"optim_world_size_{WORLD}_rank_{rank}.pt")
         if name == "verl":
             index = {key: 1 + number % 2 for number, key in enumerate(arrays)}
             writer = dcp.HuggingFaceStorageWriter(str(out / "model"), index, save_distributed=True)
             dcp.save(model.state_dict(), storage_writer=writer)
+    if titan:
+        fully_shard(model := model_of(titan), mesh=one)
+        dcp.save(model.state_dict(), checkpoint_id=out / "titan/step-10")
     dist.barrier()  # a rank that ends would refuse a slower one
     dist.destroy_process_group()
+
+
+def save_universal(arrays: dict[str, torch.Tensor], hf: Path, out: Path) -> None:
+    """Saves the first third of the layers and the rest of the model as DeepSpeed does. The moments
+    are links to the weights, because nothing reads them.
+    """
+    config = json.loads((hf / "config.json").read_text())
+    config |= {"num_hidden_layers": config["num_hidden_layers"] // 3, "torch_dtype": "float32"}
+    (out / "first").mkdir()
+    (out / "first/config.json").write_text(json.dumps(config))
+    shapes = {}
+    for name, value in arrays.items():
+        number = re.search(r"layers\.(\d+)\.", name)
+        if number and int(number[1]) >= config["num_hidden_layers"]:
+            continue
+        shapes[name], folder = value.shape, out / "universal/zero" / name
+        folder.mkdir(parents=True)
+        torch.save({"param": value.float()}, folder / "fp32.pt")
+        for moment in ("exp_avg.pt", "exp_avg_sq.pt"):
+            (folder / moment).symlink_to("fp32.pt")
+    model = {"param_shapes": [shapes], "global_steps": 7}
+    torch.save(model, out / "universal/mp_rank_00_model_states.pt")
+    group = {"lr": 2e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 7}
+    torch.save({"param_groups": [group], "state": {}}, out / "universal/zero/optimizer_state.pt")
 
 
 def main(hf: Path, out: Path, kind: str = "") -> None:
@@ -160,9 +196,16 @@ def main(hf: Path, out: Path, kind: str = "") -> None:
     for file in sorted(hf.glob("*.safetensors")):
         arrays |= load_file(file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    only = partial(save, weights=True)
+    only: Any = save
+    if kind == "weights":
+        from tests.helpers.titan_steps import titan
+
+        torch.set_num_threads(1)
+        only = partial(save, titan=titan(arrays, json.loads((hf / "config.json").read_text())))
     each = {"titan": save_titan, "steps": train, "weights": only, "": save}[kind]
     mp.start_processes(each, (arrays, out), nprocs=WORLD, start_method="fork")
+    if kind == "weights":  # after the forks, which survive no threads
+        save_universal(arrays, hf, out)
     for actor in out.glob("*/global_step_*/actor"):
         (actor / "fsdp_config.json").write_text(json.dumps({"world_size": WORLD}))
         shutil.copytree(hf, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
