@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -136,6 +137,7 @@ def process() -> None:
         with suppress(OSError):  # nobody reads the output any more
             sys.stdout.flush()
             sys.stderr.flush()
+        atexit._run_exitfuncs()  # which `_exit` leaves out: they remove temporary files
         os._exit(error.code if isinstance(error.code, int) else 0)
     except KeyboardInterrupt:  # Ctrl-C once more
         os._exit(SIGNALLED + signal.SIGINT)

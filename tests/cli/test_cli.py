@@ -109,6 +109,20 @@ def test_a_closed_pipe_does_not_end_with_the_exit_code_of_a_difference(src):
     assert process.returncode == 7 and b"Traceback" not in process.stderr, process.stderr
 
 
+def test_new_values_leave_no_temporary_files(src, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    for edit, code in (("vocab: {size: 320, init: normal}", 0), ("layers: {drop: 99}", 2)):
+        line = command_line("edit", src, tmp_path / "out", "--edit", "vocab: {size: 640}")
+        process = subprocess.run(
+            [*line, "--edit", edit],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+            check=False,
+        )
+        assert process.returncode == code, process.stderr
+        assert not list((tmp_path / "temporary").iterdir())
+
+
 def test_an_internal_error_is_reported_as_one(monkeypatch, src):
     monkeypatch.setattr("mckpt.checkpoint.inspection.inspect", lambda source, most: 1 // 0)
     said = mckpt("inspect", src)
