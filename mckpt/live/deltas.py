@@ -312,15 +312,18 @@ class Kept:
         """Returns what this rank receives of some buckets, of which it begins to send what changed.
         A bucket that goes whole is sent when it is asked for.
         """
-        if unit.parcel is None:
-            of.nbytes += self.sync._plan.listed[unit.listed[0]].nbytes
-            if len(round_.listed) == 1:  # the next comparison can have the memory
-                self.changes.pop(unit.listed[0], None)
-            return self._whole(unit.listed[0], round_.digests[unit.tensors])
-        of.nbytes += unit.parcel.nbytes
-        sent = self._send(round_, unit, unit.parcel)
-        self.sent[unit.listed[0]] = sent
-        return self._some(unit, unit.parcel, self._added(round_.digests[unit.tensors]))
+        first, parcel = unit.listed[0], unit.parcel
+        if parcel is None:
+            of.nbytes += self.sync._plan.listed[first].nbytes
+        else:
+            of.nbytes += parcel.nbytes
+            self.sent[first] = self._send(round_, unit, parcel)
+        if unit.part.stop == len(round_.listed):  # the next comparison can have the memory
+            self.changes.pop(round_.listed[0], None)
+        digests = round_.digests[unit.tensors]
+        if parcel is None:
+            return self._whole(first, digests)
+        return self._some(unit, parcel, self._added(digests))
 
     def _whole(self, at: int, digests: torch.Tensor) -> Iterator[Delta]:
         """Sends all of a bucket, and yields its tensors."""
