@@ -31,27 +31,6 @@ INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes: the bit
 STEPS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd numbers without a pattern
 
 
-class Changes:
-    """The elements of the segments of some buckets that have changed."""
-
-    held: torch.Tensor  # the elements of the last bucket, behind `write` as they are now
-
-    def write(
-        self,
-        part: slice,
-        start: int,
-        index: torch.Tensor,
-        bits: torch.Tensor,
-        digests: torch.Tensor,
-    ) -> None:
-        """Writes the indices in their tensors of all changes in some of the buckets, group after
-        group, and their bits. Adds to the digest of each tensor of all the buckets.
-
-        start: the changes in the buckets before these.
-        """
-        raise NotImplementedError  # the two classes below do it
-
-
 class Places:
     """Which elements of which tensors are in the segment of this rank in a bucket. Its copies lie
     one after the other.
@@ -117,7 +96,7 @@ class Places:
             _add(table, copy, _mixed(index, part), digests)
 
 
-class ByTorch(Changes):
+class ByTorch:
     """Changes in one bucket, that are listed: their indices, and their bits."""
 
     def __init__(
@@ -149,17 +128,18 @@ class ByTorch(Changes):
                 self.parts.append((index.to(places.kind), now))
 
     def write(
-        self,
-        part: slice,
-        start: int,
-        index: torch.Tensor,
-        bits: torch.Tensor,
-        digests: torch.Tensor,
+        self, part: slice, start: int, to: tuple[torch.Tensor, torch.Tensor], digests: torch.Tensor
     ) -> None:
+        """Writes the indices in their tensors of all changes in some of the buckets, group after
+        group, and their bits. Adds to the digest of each tensor of all the buckets. What was held
+        is then as the segments are now.
+
+        start: the changes in the buckets before these. to: the memory of the indices and the bits.
+        """
         import torch
 
-        torch.cat([indices for indices, _ in self.parts], out=index)
-        torch.cat([values for _, values in self.parts], out=bits)
+        torch.cat([indices for indices, _ in self.parts], out=to[0])
+        torch.cat([values for _, values in self.parts], out=to[1])
         digests += self.digests
 
 
@@ -222,7 +202,7 @@ class Blocks:
         add_all[(len(self.copy_of),)](*given, *STEPS, BLOCK)
 
 
-class ByKernels(Changes):
+class ByKernels:
     """Changes of each block: their number, and a bit for each element."""
 
     def __init__(
@@ -247,18 +227,17 @@ class ByKernels(Changes):
         self.ends = self.counts.cumsum(0)
 
     def write(
-        self,
-        part: slice,
-        start: int,
-        index: torch.Tensor,
-        bits: torch.Tensor,
-        digests: torch.Tensor,
+        self, part: slice, start: int, to: tuple[torch.Tensor, torch.Tensor], digests: torch.Tensor
     ) -> None:
+        """Does what `ByTorch.write` does."""
         from mckpt.live.kernels import collect
 
         first, *_, end = self.blocks.ends[part.start : part.stop + 1]
-        given = *self.given, self.ends, index, bits, digests, first, start
+        given = *self.given, self.ends, *to, digests, first, start
         collect[(end - first,)](*given, *STEPS, BLOCK, num_warps=1)
+
+
+Changes = ByTorch | ByKernels  # the elements of some segments that have changed
 
 
 class Parcel:

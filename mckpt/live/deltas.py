@@ -280,8 +280,8 @@ class Kept:
         if tally[-1] != sync.world:
             sync._fail("what changed in a bucket has not reached all ranks")
         places = [self.places[at] for at in round_.listed]
-        counts = np.split(tally[:-1], np.cumsum([len(p.rank_of) for p in places]))
-        own = [int(c[p.rank_of == sync.rank].sum()) for p, c in zip(places, counts, strict=False)]
+        counts = np.split(tally[:-1], np.cumsum([len(p.rank_of) for p in places]))[: len(places)]
+        own = [int(c[p.rank_of == sync.rank].sum()) for p, c in zip(places, counts, strict=True)]
         ends = np.cumsum([0, *(p.num_tensors for p in places)]).tolist()
 
         def unit(first: int, end: int, whole: bool) -> Unit:
@@ -291,8 +291,7 @@ class Kept:
             return Unit(listed, parcel, slice(first, end), sum(own[:first]), tensors)
 
         first, size = 0, 0
-        # strict=False: nothing is left behind the last bucket
-        for number, (place, of) in enumerate(zip(places, counts, strict=False)):
+        for number, (place, of) in enumerate(zip(places, counts, strict=True)):
             count = int(of.sum())
             whole = not based or count > SHARE * place.size
             nbytes = count * (place.kind.itemsize + place.width)
@@ -363,8 +362,8 @@ class Kept:
         def write(buffer: torch.Tensor) -> None:
             if size:
                 changes = self.changes[round_.listed[0]]
-                where, bits = parcel.views(buffer[start * receives :], sync.rank)
-                changes.write(unit.part, unit.start, where, bits, round_.digests)
+                to = parcel.views(buffer[start * receives :], sync.rank)
+                changes.write(unit.part, unit.start, to, round_.digests)
                 if self.where == "host" and (held := self.held[first]) is not changes.held:
                     assert held is not None  # `_ready` has refused it
                     held.copy_(changes.held)

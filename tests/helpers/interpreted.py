@@ -167,7 +167,7 @@ def expect(
                 buffer = torch.zeros(parcel.nbytes, dtype=torch.uint8)
                 before = sum(map(len, wanted[:at]))
                 views = parcel.views(buffer, rank)
-                found.write(slice(at, at + 1), before, *views, digests)
+                found.write(slice(at, at + 1), before, views, digests)
                 assert views[0].tolist() == [elements[number][1] for number in where]
                 assert views[1].equal(cases[at][1][where])
                 index, bits, lengths = parcel.arranged(buffer)

@@ -69,21 +69,21 @@ def test_deltas_make_the_tensors_of_a_whole_sync(
         assert some <= most * full, f"{share} changed: {some:,} bytes of {full:,}"
 
 
-def test_kernels_and_torch_find_what_changed() -> None:
+def printed(module: str) -> str:
+    """Returns what a module prints in a process of its own, because Triton asks once whether it
+    interprets.
+    """
     pytest.importorskip("triton")
-    # in a process of its own, because Triton asks once whether it interprets
-    command = [sys.executable, "-m", "tests.helpers.interpreted"]
-    root = Path(__file__).parents[2]
+    command, root = [sys.executable, "-m", module], Path(__file__).parents[2]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == ["alike"] * 18
+    return found.stdout
+
+
+def test_kernels_and_torch_find_what_changed() -> None:
+    assert printed("tests.helpers.interpreted").split() == ["alike"] * 18
 
 
 def test_kernels_compile_for_a_device() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.helpers.compiled"]
-    root = Path(__file__).parents[2]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    # without these, `compare` takes twice as long
-    assert "compare reads 16 bytes at once" in found.stdout
+    # otherwise `compare` takes twice as long
+    assert "compare reads 16 bytes at once" in printed("tests.helpers.compiled")

@@ -49,7 +49,7 @@ def place(path: Path) -> Path:
 
 
 class _View(NamedTuple):
-    """How an array is read."""
+    """The order and the shape in which the elements of an array are read."""
 
     order: tuple[int, ...]  # of its axes in the file: the layers first
     shape: tuple[int, ...]  # as its rule has it
@@ -129,8 +129,9 @@ class Orbax(TorchAdam):
             self.metadata = self.directory.metadata
 
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
-        """Returns the settings of Adam, which MaxText's config has, and its steps. Those of an Adam
-        that no config describes are 0, and `lacking` says so.
+        """Returns the settings of Adam, which MaxText's config has, and the number of its steps. If
+        there is no such config, returns zeros as the settings, and `lacking` becomes the error of
+        a conversion that needs them.
         """
         if not self.trained:
             return None
