@@ -26,7 +26,6 @@ PIECE = 1 << 22  # elements that are compared or added up at once, in the cache 
 ON_DEVICE = 8  # as many pieces at once on a device, where each step has a kernel to start
 BLOCK = 2048  # elements of a block of the kernels
 WORDS = BLOCK // 32  # that have a bit for each element of a block
-PROGRAMS = 16  # of a kernel that copies the changes of a group
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes: the bits of an element
 STEPS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd numbers without a pattern
 
@@ -161,7 +160,11 @@ class Blocks:
         self.first, self.numel, self.run = columns[:, :3].T.copy()
         blocks = -(-self.numel // BLOCK)
         columns[:, 0] = np.cumsum(blocks) - blocks
-        self.rows = tensor(columns)
+        new = np.diff(columns[:, 6], prepend=-1) != 0
+        # the blocks of a group lie one after the other; the first of each, and behind the last
+        self.bounds = tensor(np.append(columns[new, 0], blocks.sum()))
+        self.groups, self.tensors = tensor(columns[new, 6]), tensor(columns[new, 7])
+        self.rows = tensor(columns[:, :6])
         self.copy_of = tensor(np.repeat(np.arange(len(blocks)), blocks), "i4")
         ends = np.cumsum([0, *blocks])[np.cumsum([0, *copies])]
         self.ends: list[int] = ends.tolist()  # before each bucket, and behind the last
@@ -198,8 +201,20 @@ class Blocks:
         from mckpt.live.kernels import add_all
 
         table, *_ = self.table(segment, [segment])
-        given = table, self.rows, self.copy_of, segment, digests
-        add_all[(len(self.copy_of),)](*given, *STEPS, BLOCK)
+        sums = digests.new_empty(len(self.copy_of))
+        add_all[(len(sums),)](table, self.rows, self.copy_of, segment, sums, *STEPS, BLOCK)
+        self.add(summed(sums), digests, self.tensors)
+
+    def add(
+        self, before: torch.Tensor, to: torch.Tensor, which: torch.Tensor, first: int = 0
+    ) -> None:
+        """Adds up a number of each block, for each group.
+
+        before: of each block from `first` on, the sum of those before it, and the sum of all.
+        which: the number in `to` of each group: `groups` or `tensors`.
+        """
+        bounds = self.bounds.clamp(first, first + len(before) - 1) - first
+        to.index_add_(0, which, before[bounds].diff())
 
 
 class ByKernels:
@@ -222,9 +237,9 @@ class ByKernels:
         masks = torch.empty(grid * WORDS, dtype=torch.int32, device=tally.device)
         self.counts = torch.empty(grid, dtype=torch.int32, device=tally.device)
         self.given = table, blocks.rows, blocks.copy_of, masks, self.counts
-        given = *self.given, self.held, tally
-        compare[(grid,)](*given, unit, blocks.width, dense, BLOCK)
-        self.ends = self.counts.cumsum(0)
+        compare[(grid,)](*self.given, self.held, unit, blocks.width, dense, BLOCK)
+        self.before = summed(self.counts)
+        blocks.add(self.before, tally, blocks.groups)
 
     def write(
         self, part: slice, start: int, to: tuple[torch.Tensor, torch.Tensor], digests: torch.Tensor
@@ -233,8 +248,10 @@ class ByKernels:
         from mckpt.live.kernels import collect
 
         first, *_, end = self.blocks.ends[part.start : part.stop + 1]
-        given = *self.given, self.ends, *to, digests, first, start
-        collect[(end - first,)](*given, *STEPS, BLOCK, num_warps=1)
+        sums = digests.new_zeros(end - first)
+        given = *self.given, self.before, *to, sums, first, start
+        collect[(end - first,)](*given, *STEPS, BLOCK, num_warps=2)
+        self.blocks.add(summed(sums), digests, self.blocks.tensors, first)
 
 
 Changes = ByTorch | ByKernels  # the elements of some segments that have changed
@@ -304,7 +321,8 @@ class Parcel:
         bits = torch.empty(len(index), dtype=self.bits, device=buffer.device)
         columns = np.stack([*starts, np.cumsum(counts) - counts, counts], axis=1)
         pieces = torch.from_numpy(columns).to(buffer.device)
-        arrange[(len(pieces), PROGRAMS)](pieces, *sources, index, bits, BLOCK)
+        programs = -(-len(index) // (BLOCK * len(pieces)))  # for the mean of the pieces
+        arrange[(len(pieces), programs)](pieces, *sources, index, bits, BLOCK)
         return index, bits, lengths
 
 
@@ -330,7 +348,7 @@ def _add(
     """Adds the elements of ascending copies to the digests, and to the number in each group."""
     import torch
 
-    total = torch.nn.functional.pad(mixed.cumsum(0), (1, 0))
+    total = summed(mixed)
     bounds = torch.searchsorted(copy, torch.arange(len(table) + 1, device=copy.device))
     digests.index_add_(0, table[:, 7], total[bounds].diff())
     if tally is not None:
@@ -342,6 +360,13 @@ def _pieces(segment: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     piece = PIECE * (1 if segment.device.type == "cpu" else ON_DEVICE)
     for start in range(0, len(segment), piece):
         yield start, segment[start : start + piece]
+
+
+def summed(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the numbers before each one, and of all."""
+    import torch
+
+    return torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
 
 
 def _aligned(nbytes: int) -> int:

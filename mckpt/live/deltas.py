@@ -27,7 +27,7 @@ from mckpt.live.asking import Asked
 from mckpt.live.buckets import ExportedTensor
 from mckpt.live.changes import Blocks, ByKernels, ByTorch, Changes, Parcel, Places, digest
 from mckpt.live.steps import SentBucket, steps_of
-from mckpt.live.together import call, gathered
+from mckpt.live.together import call, refusal_of
 
 if TYPE_CHECKING:
     import torch
@@ -147,13 +147,13 @@ class Kept:
         replaced = of.asked.weights is not None
         sync.memory.complete(replaced)
         sync.memory.refresh()
-        said = {"version": of.version, "base_version": of.base_version}
-        in_place = all(gathered(lambda: self._ready(of), stated=lambda _: said | sync._said))
-        sync._refused = None
+        own: list[bool] = []
+        sync._refused = refusal_of(lambda: own.append(self._ready(of)))
+        sync._begin()
+        in_place = self._agreed(any(own))
         if sync.snapshot and not replaced:
             sync._tried(sync.memory.keep)
         based, self.valid = of.base_version > 0, False
-        sync._begin()
         rounds = self._rounds(in_place)
         ahead: list[Round] = [self._compared(listed, based) for listed in islice(rounds, 1)]
         while ahead:
@@ -171,11 +171,26 @@ class Kept:
         sync._done()
         self.valid = True
 
+    def _agreed(self, in_place: bool) -> bool:
+        """Returns whether all ranks can compare their weights where they are. Raises one error on
+        all ranks if a rank has failed, or if they state other values.
+        """
+        import torch
+
+        sync = self.sync
+        own = [sync._token - (sync._refused is not None), in_place]
+        numbers = torch.tensor(own, dtype=torch.int64, device=sync._device)
+        token, able = self._sum(self._added(numbers)).tolist()
+        if token != sync.world * sync._token:
+            sync._fail("the ranks do not begin the same call")
+        return bool(able == sync.world)
+
     def _ready(self, of: Deltas) -> bool:
         """Returns whether this rank can compare its weights where they are. Raises the error that
         it finds before a call.
         """
         self.sync._take(of.asked)
+        self.sync._said |= {"version": of.version, "base_version": of.base_version}
         if of.refused is not None:
             raise of.refused
         if (of.base_version, of.version) != self.versions:

@@ -60,7 +60,8 @@ def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but c
     tl.store(bad + matrix, 1, mask=is_bad == 1)
 
 
-COLUMNS = tl.constexpr(8)  # of `live.changes.Blocks.rows`, in the order in which they are read
+COLUMNS = tl.constexpr(6)  # of `live.changes.Blocks.rows`, in the order in which they are read
+BITS = tl.constexpr(2)  # of a word that are taken at once, whose loads do not wait for each other
 
 
 @triton.jit
@@ -71,7 +72,6 @@ def compare(  # type: ignore[no-untyped-def]
     masks,
     counts,
     like,
-    tally,
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     DENSE: tl.constexpr,
@@ -80,8 +80,8 @@ def compare(  # type: ignore[no-untyped-def]
     """Counts the elements of a block that differ from what is held, and writes a bit for each
     element of a block that has some.
 
-    table, rows, copy_of: of `live.changes.Blocks`. like: a tensor of the dtype. tally: the changes
-    of each group. UNIT, DENSE: as for `Blocks.table`. WIDTH: bytes of an element.
+    table, rows, copy_of: of `live.changes.Blocks`. like: a tensor of the dtype. UNIT, DENSE: as
+    for `Blocks.table`. WIDTH: bytes of an element.
     """
     block = tl.program_id(0).to(tl.int64)
     copy = tl.load(copy_of + block).to(tl.int64)
@@ -106,7 +106,6 @@ def compare(  # type: ignore[no-untyped-def]
         bits = tl.reshape(differs, (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
         words = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
         tl.store(masks + words, tl.sum(bits, 1))
-        tl.atomic_add(tally + tl.load(row + 6), count.to(tl.int64))
 
 
 @triton.jit
@@ -133,10 +132,10 @@ def collect(  # type: ignore[no-untyped-def]
     copy_of,
     masks,
     counts,
-    ends,
+    before,
     indices,
     values,
-    digests,
+    sums,
     first_block,
     start,
     FIRST: tl.constexpr,
@@ -145,10 +144,11 @@ def collect(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Writes the indices and the bits of the changes of a block behind those of the blocks before,
-    adds to the digest of its tensor, and holds the new values.
+    and what they add to the digest of its tensor, and holds the new values.
 
-    ends: of each block, the changes up to its end. first_block, start: the first block that is
-    written, and the changes before it. The others are as for `compare`.
+    before: of each block, the changes before it. first_block, start: the first block that is
+    written, and the changes before it. sums: zeros, from this block on. The others are as for
+    `compare`.
     """
     block = first_block + tl.program_id(0).to(tl.int64)
     count = tl.load(counts + block)
@@ -166,29 +166,31 @@ def collect(  # type: ignore[no-untyped-def]
         lane = tl.arange(0, BLOCK // 32)
         bits = tl.load(masks + block * (BLOCK // 32) + lane).to(tl.uint32, bitcast=True)
         left = ones(bits)
-        to = tl.load(ends + block) - count - start + tl.cumsum(left, 0) - left
+        to = tl.load(before + block) - start + tl.cumsum(left, 0) - left
         total = tl.zeros((BLOCK // 32,), tl.int64)
-        for number in range(tl.max(left, 0)):
-            here = number < left
-            inside = inside_at + lane * 32 + ones((bits ^ (bits - 1)) >> 1)
-            inside = tl.where(here, inside, 0)
-            bits = bits & (bits - 1)
-            if run == numel:
-                at = inside.to(tl.int64)
-                found = index + at
-            else:
-                down = inside // run
-                along = (inside - down * run).to(tl.int64)
-                at = down.to(tl.int64) * pitch + along * step
-                found = index + down.to(tl.int64) * dst_pitch + along * dst_step
-            now = tl.load(now_at + at, mask=here, other=0)
-            was = tl.load(held_at + inside, mask=here, other=0)
-            new = mixed(found, now, FIRST, SECOND, THIRD)
-            total += tl.where(here, new - mixed(found, was, FIRST, SECOND, THIRD), 0)
-            tl.store(held_at + inside, now, mask=here)
-            tl.store(indices + to + number, found.to(indices.dtype.element_ty), mask=here)
-            tl.store(values + to + number, now, mask=here)
-        tl.atomic_add(digests + tl.load(row + 7), tl.sum(total, 0))
+        for number in range(0, tl.max(left, 0), BITS):
+            for one in tl.static_range(BITS):
+                here = number + one < left
+                inside = inside_at + lane * 32 + ones((bits ^ (bits - 1)) >> 1)
+                inside = tl.where(here, inside, 0)
+                bits = bits & (bits - 1)
+                if run == numel:
+                    at = inside.to(tl.int64)
+                    found = index + at
+                else:
+                    down = inside // run
+                    along = (inside - down * run).to(tl.int64)
+                    at = down.to(tl.int64) * pitch + along * step
+                    found = index + down.to(tl.int64) * dst_pitch + along * dst_step
+                now = tl.load(now_at + at, mask=here, other=0)
+                was = tl.load(held_at + inside, mask=here, other=0)
+                new = mixed(found, now, FIRST, SECOND, THIRD)
+                total += tl.where(here, new - mixed(found, was, FIRST, SECOND, THIRD), 0)
+                tl.store(held_at + inside, now, mask=here)
+                place = to + number + one
+                tl.store(indices + place, found.to(indices.dtype.element_ty), mask=here)
+                tl.store(values + place, now, mask=here)
+        tl.store(sums + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
@@ -197,13 +199,13 @@ def add_all(  # type: ignore[no-untyped-def]
     rows,
     copy_of,
     like,
-    digests,
+    sums,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds all elements of a block to the digest of its tensor, as they are held."""
+    """Writes what all elements of a block add to the digest of its tensor, as they are held."""
     block = tl.program_id(0).to(tl.int64)
     copy = tl.load(copy_of + block).to(tl.int64)
     row = rows + copy * COLUMNS
@@ -215,7 +217,7 @@ def add_all(  # type: ignore[no-untyped-def]
     index = tl.load(row + 3) + down.to(tl.int64) * tl.load(row + 4) + along * tl.load(row + 5)
     held_at = tl.load(table + copy * 4 + 3).to(like.dtype)
     number = mixed(index, tl.load(held_at + inside, mask=here, other=0), FIRST, SECOND, THIRD)
-    tl.atomic_add(digests + tl.load(row + 7), tl.sum(tl.where(here, number, 0), 0))
+    tl.store(sums + block, tl.sum(tl.where(here, number, 0), 0))
 
 
 @triton.jit

@@ -21,7 +21,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     *(
         (
             kernels.compare,
-            {**TABLES, **FOUND, "like": "*i16", "tally": "*i64"},
+            {**TABLES, **FOUND, "like": "*i16"},
             {"UNIT": 8, "WIDTH": 2, "DENSE": dense},
         )
         for dense in (True, False)
@@ -32,14 +32,14 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             {
                 **TABLES,
                 **FOUND,
-                **{"ends": "*i64", "indices": kind, "values": "*i16", "digests": "*i64"},
+                **{"before": "*i64", "indices": kind, "values": "*i16", "sums": "*i64"},
                 **{"first_block": "i32", "start": "i64"},
             },
             MIXING,
         )
         for kind in ("*i32", "*i64")
     ),
-    (kernels.add_all, {**TABLES, "like": "*i16", "digests": "*i64"}, MIXING),
+    (kernels.add_all, {**TABLES, "like": "*i16", "sums": "*i64"}, MIXING),
     (
         kernels.arrange,
         {
