@@ -81,9 +81,9 @@ class Edit(ABC):
         found: Edit = msgspec.json.decode(json.dumps(data), type=cls)
         return found
 
-    def of_source(self, source: Checkpoint, dims: Dims) -> Edit:
+    def of_source(self, source: Checkpoint, dims: Dims, before: Sequence[Edit]) -> Edit:
         """Returns the edit with what it takes from the files beside the weights of the source.
-        dims: those of the model before the edit.
+        dims: those of the model before the edit. before: the edits that come before it.
         """
         return self
 
@@ -181,6 +181,6 @@ def edited(source: Checkpoint, edits: Sequence[Edit]) -> Checkpoint:
             raise UsageError(why)
     made, dims = list[Edit](), source.dims
     for edit in edits:
-        made.append(edit.of_source(source, dims))
+        made.append(edit.of_source(source, dims, made))
         dims = edit.dims(dims)
     return replace(source, merging=Editing(tuple(made), source))

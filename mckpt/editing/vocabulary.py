@@ -18,7 +18,7 @@ import msgspec
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.editing.edits import KEPT, Edit
+from mckpt.editing.edits import KEPT, Edit, Editing
 from mckpt.editing.pieces import file_of, is_moment, joined, number_of, only, scattered
 from mckpt.editing.tokens import Tokenizer, restated
 from mckpt.errors import UsageError, counted
@@ -111,19 +111,13 @@ class Vocabulary(Edit):
         lists = tuple((int(number), (*map(int, of.split("+")),)) for number, _, of in parted)
         return replace(found, kept=kept, pieces=lists)
 
-    def unfit(self, source: Checkpoint) -> str:
-        if self.kept is not None or self.tokenizer:
-            return ""
-        last, path = max(((t.last, t.directory) for t in _tokenizers(source)), default=(-1, None))
-        if last < self.size:
-            return ""
-        return (
-            f"vocab: size {self.size}: the tokenizer in {path} has tokens up to {last}; give at"
-            f" least {last + 1}, or a source whose tokenizer has fewer"
-        )
-
-    def of_source(self, source: Checkpoint, dims: Dims) -> Vocabulary:
-        old = next(iter(_tokenizers(source)), None)
+    def of_source(self, source: Checkpoint, dims: Dims, before: Sequence[Edit]) -> Vocabulary:
+        edited = Editing(tuple(before), source)
+        found = [edited.beside(files) for files in _files_beside(source)]
+        paths = [path for files in found if isinstance(path := files.get(FAST_TOKENIZER), Path)]
+        tokenizers = [Tokenizer(path.parent) for path in paths]
+        self._refuse_lost(tokenizers)
+        old = next(iter(tokenizers), None)
         count = dims["vocab_size"]
         out = replace(self, old_size=count, _written={})
         if self.tokenizer:
@@ -142,17 +136,26 @@ class Vocabulary(Edit):
                 tokens = {number: token for token, number in new.ids.items()}
                 wanted = [n for n in np.flatnonzero(out.old_of(count) < 0).tolist() if n in tokens]
                 split = old.pieces((tokens[n] for n in wanted), new)
-                found = zip(wanted, split, strict=True)
-                pieces = ((n, tuple(p for p in one if p < count)) for n, one in found)
+                pairs = zip(wanted, split, strict=True)
+                pieces = ((n, tuple(p for p in one if p < count)) for n, one in pairs)
                 out = replace(out, pieces=tuple(one for one in pieces if one[1]))
         elif self.kept is not None and old is not None:
             fits = all(out.place(n) == n for n in old.ids.values())
             out = replace(out, old_tokenizer=fits)
-        for root in (source.files.described_by, source.files.side_directory):
-            for name in (CONFIG, GENERATION):
-                if root is not None and out.kept is not None and (root / name).is_file():
-                    out._restated(name, root / name)  # raises an error before anything is read
+        for files in found:
+            out.beside(files)  # raises an error before anything is read
         return out
+
+    def _refuse_lost(self, tokenizers: Iterable[Tokenizer]) -> None:
+        """Raises UsageError if the rows of a tokenizer that stays are left out."""
+        if self.kept is not None or self.tokenizer:
+            return
+        last, path = max(((t.last, t.directory) for t in tokenizers), default=(-1, None))
+        if last >= self.size:
+            raise UsageError(
+                f"vocab: size {self.size}: the tokenizer in {path} has tokens up to {last}; give at"
+                f" least {last + 1}, or a source whose tokenizer has fewer"
+            )
 
     @property
     def data(self) -> dict[str, Any]:
@@ -414,10 +417,13 @@ def _said(numbers: np.ndarray) -> str:
     return f"rows {', '.join(found)}{more}"
 
 
-def _tokenizers(source: Checkpoint) -> Iterator[Tokenizer]:
-    for root in (source.files.tokenizer_directory, source.files.described_by):
-        if root is not None and (root / FAST_TOKENIZER).is_file():
-            yield Tokenizer(root)
+def _files_beside(source: Checkpoint) -> Iterator[Mapping[str, Path | bytes]]:
+    """Yields the files of tokens in each directory that describes the source or its tokens."""
+    own = source.files
+    roots = dict.fromkeys((own.tokenizer_directory, own.described_by, own.side_directory))
+    for root in (root for root in roots if root is not None):
+        names = (FAST_TOKENIZER, CONFIG, GENERATION)
+        yield {name: path for name in names if (path := root / name).is_file()}
 
 
 def _read(tensor: LogicalTensor, first: int, count: int) -> np.ndarray:

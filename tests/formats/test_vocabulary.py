@@ -15,6 +15,7 @@ from mckpt.checkpoint.logical import LogicalTensor
 from mckpt.editing import tokens
 from mckpt.editing.tokens import Tokenizer
 from mckpt.editing.vocabulary import _noise
+from mckpt.errors import UsageError
 from tests.formats.test_edit import Tensors, made, same, written
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
@@ -208,6 +209,28 @@ def test_a_new_tokenizer_gives_each_known_token_its_row(tmp_path: Path) -> None:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             logits.append(model(ids).logits[..., kept])
     assert logits[0].equal(logits[1])  # to the last bit
+
+
+def test_the_second_edit_reads_the_tokenizer_and_configs_of_the_first_one(tmp_path: Path) -> None:
+    tensors, count = load_file(SOURCE / "model.safetensors"), mckpt.open(SOURCE).dims["vocab_size"]
+    new = other_tokenizer(tmp_path / "new")
+    old, kept = ids_of(SOURCE), ids_of(new)
+    there_and_back = [f"vocab: {{tokenizer: {one}, init: zero}}" for one in (new, SOURCE)]
+    mckpt.edit(SOURCE, tmp_path / "back", there_and_back)
+    wanted = {number: number for token, number in old.items() if token in kept}
+    same(
+        tmp_path / "back",
+        rows_of(tensors, wanted, max(old.values()) + 1, lambda _, rows: np.zeros_like(rows[0])),
+    )
+    refused_size = [f"vocab: {{tokenizer: {new}}}", f"vocab: {{size: {max(kept.values())}}}"]
+    with pytest.raises(UsageError, match=f"tokenizer in {new} has tokens up to"):
+        mckpt.edit(SOURCE, tmp_path / "out", refused_size)
+    maps = [{n: (n + 5) % count for n in range(count)}, {n: n for n in range(262)}]
+    for number, pairs in enumerate(maps):  # the token 266 becomes 261
+        (tmp_path / f"{number}.json").write_text(json.dumps(pairs))
+    mckpt.edit(SOURCE, tmp_path / "out", [f"vocab: {{map: {tmp_path}/{n}.json}}" for n in (0, 1)])
+    same(tmp_path / "out", rows_of(tensors, maps[0], 262))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 261
 
 
 def test_rows_of_subwords_are_the_means_of_their_pieces(tmp_path: Path) -> None:
