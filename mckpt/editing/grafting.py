@@ -9,7 +9,7 @@ from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import EXACT, KEPT, Edit
-from mckpt.editing.layers import LAYER, NOT_BY_LAYER, ranges
+from mckpt.editing.layers import LAYER, NOT_BY_LAYER, numbered, ranges
 from mckpt.editing.pieces import (
     ADAM,
     again,
@@ -141,6 +141,7 @@ class Graft(Edit):
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         wanted = self._wanted(dims["num_layers"])
+        layout = numbered(layout, dims, self.dims(dims))
         if self.take == HEAD and dims["tied"]:  # rows of padding stay those of SRC
             head = under(layout, {"embed.weight": "lm_head.weight"})
             layout = replace(
@@ -212,6 +213,7 @@ class Graft(Edit):
         names = {name for s in stored for name in s.tensors}
         shapes = {name: layout.shapes[name.partition("@")[0]] for name in names}
         found = replace(layout, files=files, stored=stored, shapes=shapes)
+        found = numbered(found, other.dims, self.dims(dims))
         return self._with_states(found, kinds_of(base)) if states else found
 
     def _with_states(self, found: Layout, held: Mapping[str, Mapping[str, str]]) -> Layout:

@@ -118,12 +118,12 @@ class Layers(Edit):
             dropped=dropped,
             ignored={**layout.ignored, **dropped},
         )
-        return _numbered(out, dims, self.dims(dims))
+        return numbered(out, dims, self.dims(dims))
 
 
-def _numbered(layout: Layout, before: Dims, after: Dims) -> Layout:
-    """Returns the layout with the numbers of shapes that the templates have in the edited model,
-    which may lack layers of a shape.
+def numbered(layout: Layout, before: Dims, after: Dims) -> Layout:
+    """Returns the layout with the numbers of shapes that its templates have in a model with the
+    dims `after`, which may have layers of other shapes. before: those that its numbers are of.
     """
     old, new = (sorted(set(schema().sizes(dims))) for dims in (before, after))
     if old == new:
@@ -136,10 +136,14 @@ def _numbered(layout: Layout, before: Dims, after: Dims) -> Layout:
 
     def renamed(name: str) -> str:
         weight, at, state = plain(name).partition("@")
-        return f"{weight}{SHAPE * marks.get(name.count(SHAPE), 0)}{at}{state}"
+        if not schema().differs(weight):
+            return name
+        return f"{weight}{SHAPE * marks.get(name.count(SHAPE) or 1, 0)}{at}{state}"
 
     stored = [
         replace(s, pieces=tuple(p._replace(tensor=renamed(p.tensor)) for p in s.pieces))
+        if any(renamed(name) != name for name in s.tensors)
+        else s
         for s in layout.stored
     ]
     held = {name for s in layout.stored for name in s.tensors}

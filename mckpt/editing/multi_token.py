@@ -8,7 +8,7 @@ from typing import Any
 
 from mckpt.checkpoint.checkpoint import without_mtp_layers
 from mckpt.editing.edits import EXACT, Edit
-from mckpt.editing.layers import LAYER, refuse_apart
+from mckpt.editing.layers import LAYER, numbered, refuse_apart
 from mckpt.editing.pieces import again, file_of, kinds_of_new, new_values, under, with_new_states
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import ZEROS, Box, Layout, Stored
@@ -68,7 +68,7 @@ class MultiToken(Edit):
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         count, first = dims["num_layers"], dims["num_layers"] + dims["mtp_layers"]
         if not self.add:
-            return without_mtp_layers(layout, count)
+            return numbered(without_mtp_layers(layout, count), dims, self.dims(dims))
         kinds = kinds_of_new("mtp", layout)
         ends = {f"final_norm.{part}": f"{MTP}.norm.{part}" for part in ("weight", "bias")}
         end = under(layout, ends)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import KEPT, Edit
-from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers
+from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers, numbered
 from mckpt.editing.pieces import again, digest_of, number_of, only
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import Layout, Stored
@@ -74,7 +74,10 @@ class Stack(Edit):
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         files, stored, dropped = [*layout.files], list[Stored](), dict(layout.dropped)
-        for number, one in enumerate((layout, *(other.layout for other in self.others))):
+        after, shapes = self.dims(dims), dict[str, tuple[int, ...]]()
+        models = [(layout, dims), *((other.layout, other.dims) for other in self.others)]
+        for number, (one, before) in enumerate(models):
+            taken = list[Stored]()
             numbers = np.array([number_of(files, file) for file in one.files], "i4")
             places: dict[int, list[int]] = {}
             for new, (model, old) in enumerate(self.order):
@@ -88,14 +91,22 @@ class Stack(Edit):
                 else:
                     kept = list(only([placed], self._around(number)))
                     lost = set() if kept else {0}
-                stored += kept
+                taken += kept
                 if number == 0 and not s.replica:
                     dropped |= {
                         s.key.format(layer=n, mtp=n, expert=0): "is not taken of the first model"
                         for n in lost
                     }
-        ignored = {**layout.ignored, **dropped}
-        return replace(layout, files=files, stored=stored, dropped=dropped, ignored=ignored)
+            found = numbered(replace(one, stored=taken), before, after)
+            stored, shapes = [*stored, *found.stored], {**shapes, **found.shapes}
+        return replace(
+            layout,
+            files=files,
+            stored=stored,
+            shapes=shapes,
+            dropped=dropped,
+            ignored={**layout.ignored, **dropped},
+        )
 
     def _around(self, number: int) -> Callable[[str], bool]:
         """Returns whether a tensor outside of the layers is a model's own, by its logical name."""

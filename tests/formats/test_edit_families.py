@@ -136,3 +136,59 @@ def test_layers_of_several_shapes(case: str, tiny_model: TinyModel, tmp_path: Pa
     if case == "llama_nemotron":  # the widths are 512, 256, any and 256
         mckpt.edit(source, tmp_path / "one", ["layers: {drop: [1, 3]}"])
         same(tmp_path / "one", with_layers(before, [(0, False), (2, False)], 4))
+
+
+def test_layers_come_from_models_with_other_sets_of_shapes(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The mlps of `some` have one width, and those of the whole model have two."""
+    whole, some = tiny_model("llama_nemotron", "float32"), tmp_path / "some"
+    tensors, config = load_file(whole / "model.safetensors"), (whole / "config.json").read_text()
+    shutil.copytree(whole, some)
+    text = json.loads(config)
+    few = {"block_configs": [blocks(whole)[n] for n in (0, 2)], "num_hidden_layers": 2}
+    tiny.write_json(some / "config.json", text | few)
+    others = with_layers({n: -t for n, t in tensors.items()}, [(0, False), (2, False)], 4)
+    tiny.write_weights(some, others)
+    mckpt.edit(whole, tmp_path / "grafted", [f"graft: {{from: {some}, take: layers.0}}"])
+    first = {name: t for name, t in others.items() if ".layers.0." in name}
+    same(tmp_path / "grafted", tensors | first)
+    mckpt.edit(some, tmp_path / "into", [f"graft: {{from: {whole}, take: layers.0}}"])
+    first = {name: t for name, t in tensors.items() if ".layers.0." in name}
+    same(tmp_path / "into", others | first)
+    for number, order in enumerate(
+        ([(whole, 0), (whole, 2)], [(some, 0), (whole, 1)], [(whole, 3), (some, 0), (some, 1)])
+    ):
+        slices = [
+            {"sources": [{"model": str(model), "layer_range": [n, n + 1]}]} for model, n in order
+        ]
+        recipe, out = tmp_path / "merge.json", tmp_path / f"{number}"
+        tiny.write_json(recipe, {"merge_method": "passthrough", "slices": slices})
+        mckpt.merge([], out, recipe=recipe)
+        of = {whole: tensors, some: others}
+        wanted = {name: t for name, t in of[order[0][0]].items() if "embed" in name}
+        last = of[order[-1][0]]
+        wanted |= {
+            name: t for name, t in last.items() if name in ("lm_head.weight", "model.norm.weight")
+        }
+        for new, (model, old) in enumerate(order):
+            start = f"model.layers.{old}."
+            wanted |= {
+                f"model.layers.{new}.{name.removeprefix(start)}": t
+                for name, t in of[model].items()
+                if name.startswith(start)
+            }
+        same(out, wanted)
+
+
+def test_dropped_layers_of_multi_token_prediction_were_the_only_ones_of_a_shape(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model("mimo_v2_flash", "float32")
+    steps = ["layers: {keep: [0, 3]}", "mtp: {drop: true}"]
+    mckpt.edit(source, tmp_path / "out", steps, format="torch_dist")
+    tensors, found = load_file(source / "model.safetensors"), mckpt.open(tmp_path / "out")
+    for new, old in enumerate((0, 3)):
+        for part in "kvo":
+            wanted = tensors[f"model.layers.{old}.self_attn.{part}_proj.weight"]
+            assert (found[f"layers.{new}.attn.{part}.weight"].numpy() == wanted).all()
