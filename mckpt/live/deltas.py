@@ -101,6 +101,8 @@ class Kept:
         self.digests: list[Any] = [0] * len(self.places)
         # of a call, by the first bucket of a round, what changed; and of a unit, what is on its way
         self.changes, self.sent = dict[int, Changes](), dict[int, SentBucket]()
+        # of rounds that were compared before all ranks had answered, the changes of each group
+        self.early: dict[tuple[int, ...], torch.Tensor] = {}
         pack, casts = [b._replace(to=frozenset()) for b in listed], sync._plan.joined.casts
         given = casts, sync.rank, sync.memory, sync._is_special
         self.pack = [(bucket, steps_of(bucket, *given)) for bucket in pack]
@@ -131,13 +133,15 @@ class Kept:
             raise
         finally:
             sync._free()
-            self.sent.clear()
+            for of_call in (self.sent, self.changes, self.early):
+                of_call.clear()
             if not self.valid:
                 self.forget()
 
     def forget(self) -> None:
         """Frees what a call that fails leaves on the device."""
         self.changes.clear()
+        self.early.clear()
         if self.where == "device":
             self.held = [None] * len(self.places)
 
@@ -150,8 +154,9 @@ class Kept:
         own: list[bool] = []
         sync._refused = refusal_of(lambda: own.append(self._ready(of)))
         sync._begin()
-        in_place = self._agreed(any(own))
-        if sync.snapshot and not replaced:
+        keeps = sync.snapshot and not replaced
+        in_place = self._agreed(any(own), any(own) and not keeps)
+        if keeps:
             sync._tried(sync.memory.keep)
         based, self.valid = of.base_version > 0, False
         rounds = self._rounds(in_place)
@@ -171,19 +176,29 @@ class Kept:
         sync._done()
         self.valid = True
 
-    def _agreed(self, in_place: bool) -> bool:
+    def _agreed(self, in_place: bool, early: bool) -> bool:
         """Returns whether all ranks can compare their weights where they are. Raises one error on
         all ranks if a rank has failed, or if they state other values.
+
+        early: begin to compare while the ranks answer, which does not change what is kept.
         """
         import torch
 
         sync = self.sync
         own = [sync._token - (sync._refused is not None), in_place]
-        numbers = torch.tensor(own, dtype=torch.int64, device=sync._device)
-        token, able = self._sum(self._added(numbers)).tolist()
+        answers = self._added(torch.tensor(own, dtype=torch.int64, device=sync._device))
+        if early:
+            refusal_of(self._compare_early)  # the comparison afterwards meets its error again
+        token, able = self._sum(answers).tolist()
         if token != sync.world * sync._token:
             sync._fail("the ranks do not begin the same call")
         return bool(able == sync.world)
+
+    def _compare_early(self) -> None:
+        listed = next(self._rounds(True))
+        told = self._zeros(listed)
+        self._compare(listed, told)
+        self.early[tuple(listed)] = told
 
     def _ready(self, of: Deltas) -> bool:
         """Returns whether this rank can compare its weights where they are. Raises the error that
@@ -224,17 +239,21 @@ class Kept:
         """Finds what changed in this rank's segments of some buckets, and begins to add it up.
         Behind the last bucket the ranks only tell each other that they are there.
         """
+        places, told = [self.places[at] for at in listed], self.early.pop(tuple(listed), None)
+        if told is None:
+            told = zeros = self._zeros(listed)
+            if based and any(p.count for p in places):
+                self.sync._tried(lambda: self._compare(listed, zeros))
+        told[-1:].fill_(self.sync._refused is None)
+        digests = told.new_zeros(sum(p.num_tensors for p in places))
+        return Round(listed, self._added(told), digests)
+
+    def _zeros(self, listed: list[int]) -> torch.Tensor:
+        """Returns a number for each group of some buckets, and one for whether no rank failed."""
         import torch
 
-        places, device = [self.places[at] for at in listed], self.sync._device
-        told = torch.zeros(
-            sum(len(p.rank_of) for p in places) + 1, dtype=torch.int64, device=device
-        )
-        digests = told.new_zeros(sum(p.num_tensors for p in places))
-        if based and any(p.count for p in places):
-            self.sync._tried(lambda: self._compare(listed, told))
-        told[-1:].fill_(self.sync._refused is None)
-        return Round(listed, self._added(told), digests)
+        count = sum(len(self.places[at].rank_of) for at in listed) + 1
+        return torch.zeros(count, dtype=torch.int64, device=self.sync._device)
 
     def _compare(self, listed: list[int], tally: torch.Tensor) -> None:
         sync, at = self.sync, listed[0]
@@ -334,10 +353,9 @@ class Kept:
             self.sent[first] = self._send(round_, unit, parcel)
         if unit.part.stop == len(round_.listed):  # the next comparison can have the memory
             self.changes.pop(round_.listed[0], None)
-        digests = round_.digests[unit.tensors]
         if parcel is None:
-            return self._whole(first, digests)
-        return self._some(unit, parcel, self._added(digests))
+            return self._whole(first, round_.digests[unit.tensors])
+        return self._some(unit, parcel)
 
     def _whole(self, at: int, digests: torch.Tensor) -> Iterator[Delta]:
         """Sends all of a bucket, and yields its tensors."""
@@ -384,15 +402,16 @@ class Kept:
                     held.copy_(changes.held)
 
         buffer = sync._filled(bucket.nbytes if receives else size, write)
-        return sync._exchange(bucket, sync._steps[first], buffer)
+        digests = round_.digests[unit.tensors]
+        return sync._exchange(bucket, sync._steps[first], buffer, digests)
 
-    def _some(self, unit: Unit, parcel: Parcel, digests: Sums) -> Iterator[Delta]:
+    def _some(self, unit: Unit, parcel: Parcel) -> Iterator[Delta]:
         """Waits for the changes of some buckets, and yields those that this rank receives."""
         sync, sent = self.sync, self.sent[unit.listed[0]]
         sent.wait()
         del self.sent[unit.listed[0]]
-        sync._refuse_lost(sent)
-        tensors, stated, added = list[ExportedTensor](), list[int](), self._sum(digests)
+        tensors, stated = list[ExportedTensor](), list[int]()
+        added = np.array(sync._refuse_lost(sent), "i8")
         for at in unit.listed:
             of, end = sync._plan.listed[at].tensors, len(tensors)
             self.digests[at] = self.digests[at] + added[end : end + len(of)]

@@ -99,7 +99,7 @@ class SentBucket(NamedTuple):
     steps: Steps
     buffer: torch.Tensor  # all segments on a rank that receives them, else its own; and more
     works: list[Any]  # of torch.distributed
-    ready: torch.Tensor  # becomes the sum of the tokens of all ranks
+    ready: torch.Tensor  # becomes the sum of the tokens of all ranks, and of other numbers
     number: int  # of buckets that were sent until then in this call
 
     def wait(self) -> None:

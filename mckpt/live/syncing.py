@@ -570,8 +570,17 @@ class Sync:
         self._tried(lambda: fill(memory))
         return memory
 
-    def _exchange(self, bucket: Bucket, steps: Steps, buffer: torch.Tensor) -> SentBucket:
-        """Begins to send the segments of a bucket, of which `buffer` has that of this rank."""
+    def _exchange(
+        self,
+        bucket: Bucket,
+        steps: Steps,
+        buffer: torch.Tensor,
+        numbers: torch.Tensor | None = None,
+    ) -> SentBucket:
+        """Begins to send the segments of a bucket, of which `buffer` has that of this rank.
+
+        numbers: whose sums over all ranks go with the bucket.
+        """
         import torch
         import torch.distributed as dist
 
@@ -601,7 +610,10 @@ class Sync:
         elif messages := self._messages(bucket, parts, buffer):
             works = call(dist.batch_isend_irecv, messages)
         token = self._token - (self._refused is not None)
-        ready = torch.full((1,), token, dtype=torch.int64, device=self._device)
+        count = 1 if numbers is None else 1 + len(numbers)
+        ready = torch.full((count,), token, dtype=torch.int64, device=self._device)
+        if numbers is not None:
+            ready[1:] = numbers
         if self._group or dist.is_initialized():  # behind the bucket, on the same stream
             works.append(call(dist.all_reduce, ready, async_op=True, group=self._group))
         return SentBucket(bucket, steps, buffer, works, ready, self._posted)
@@ -733,9 +745,10 @@ class Sync:
                 tensors.update(zip(run.numbers, values.unbind(0), strict=True))
         return [tensors[number] for number in range(len(tensors))], scales
 
-    def _refuse_lost(self, sent: SentBucket) -> None:
-        """Raises the error of a rank whose weights could not be sent, on all ranks; or MckptError
-        unless the bucket has reached all ranks.
+    def _refuse_lost(self, sent: SentBucket) -> list[int]:
+        """Returns the sums of the numbers that were sent with a bucket. Raises the error of a rank
+        whose weights could not be sent, on all ranks; or MckptError unless the bucket has reached
+        all ranks.
 
         With NCCL, a work that was aborted, because a rank ended or after the timeout, looks like
         one that is done. The sum behind the bucket is right only if nothing before it was aborted.
@@ -747,12 +760,13 @@ class Sync:
         with torch.cuda.stream(side) if side is not None else nullcontext():
             for work in sent.works[-1:]:
                 call(work.wait)
-            ready = call(sent.ready.item)
+            ready, *sums = call(sent.ready.tolist)
         if ready != self.world * self._token:
             # other ranks may have begun to send the next bucket, and all must do the same
             if sent.number == self._posted < len(self._steps):
                 self._send(self._plan.listed[self._posted], self._steps[self._posted]).wait()
             self._fail("a bucket has not reached all ranks")
+        return sums
 
     def _fail(self, reason: str) -> NoReturn:
         """Raises the errors that ranks have noted, on all ranks; otherwise that ranks are lost."""
