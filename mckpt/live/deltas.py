@@ -223,13 +223,15 @@ class Kept:
 
     def _rounds(self, in_place: bool) -> Iterator[list[int]]:
         """Yields the buckets that are compared at once: those next to each other that need no
-        memory for it, and each of the others.
+        memory for it, and each of the others. They come in two halves, so that one is compared
+        while the ranks tell each other how much has changed in the other.
         """
         places, listed = self.places, self.sync._plan.listed
 
         def alike(at: int) -> Any:
             if in_place and self.plain[at]:
-                return listed[at].to, places[at].width, places[at].kind
+                half = 2 * at // len(places)
+                return listed[at].to, places[at].width, places[at].kind, half
             return at
 
         for _, group in groupby(range(len(places)), alike):
