@@ -21,6 +21,7 @@ from tests.helpers.tiny import unpack
 
 PROJ, ROUTER = "self_attention.linear_proj.weight", "mlp.router.weight"
 STATE = "optimizer.state."
+STEPS = "the number of steps is missing in all groups"
 Lose = Callable[[Path], object]
 
 
@@ -61,6 +62,11 @@ def inner(change: Callable[[Any], object]) -> Lose:
 
 def state(number: int, name: str) -> Lose:
     return inner(lambda v: v["optimizer"]["state"][number].pop(name))
+
+
+def uncounted(optimizer: Any) -> None:
+    for group in optimizer["optimizer"]["param_groups"]:
+        del group["step"]
 
 
 def every_file(saved: Path) -> None:
@@ -107,7 +113,9 @@ LOST: list[tuple[str, Lose, str]] = [
     ("torch", flat(SECOND), "exp_avg_sq of embed.weight is missing"),
     ("torch", flat("param"), "master copy of embed.weight is missing"),
     ("torch", every_file, "distrib_optim.pt is missing in every rank"),
+    ("torch", inner(uncounted), STEPS),
     ("torch plain", state(3, SECOND), "exp_avg_sq of layers."),
+    ("torch plain", inner(uncounted), STEPS),
     ("torch plain", inner(lambda v: v["optimizer"]["state"].clear()), "has no state of any weight"),
 ]
 

@@ -38,7 +38,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.registration import Registration
 from mckpt.trainer.optimizer_order import same_order
 from mckpt.values.dtypes import numpy_dtype
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import Pt, good, refused
 from tests.helpers.judged_models import MOE, QWEN3
 from tests.helpers.tiny import unpack
 
@@ -370,6 +370,41 @@ def test_steps_of_each_parameter_are_refused() -> None:
     for state in ({"common_step": 3}, {0: {"exp_avg": None, "step": 3}}):
         with pytest.raises(UsageError, match="counts the steps of each parameter"):
             groups_of({"optimizer": {"param_groups": groups, "state": state}}, "x")
+
+
+def test_groups_have_the_steps_of_those_with_parameters() -> None:
+    """FusedAdam of Transformer Engine leaves out groups without parameters when it counts."""
+
+    def steps(*found: dict[str, Any]) -> list[Any]:
+        groups = [{"lr": 1.0, **group} for group in found]
+        (own,) = groups_of({"optimizer": {"param_groups": groups}}, "x")
+        return [group["step"] for group in own]
+
+    assert steps({"step": 4}, {"step": 2}, {}) == [4, 4, 4]
+    assert steps({"step": 4, "params": [0]}, {"step": 2, "params": []}) == [4, 4]
+    with pytest.raises(
+        SourceError, match=r"group 0 of optimizer 0: 4\n.*group 1 of optimizer 0: 2"
+    ):
+        steps({"step": 4, "params": [0]}, {"step": 2, "params": [1]})
+
+
+@pytest.mark.parametrize("change", [{}, {"step": 1}, {"step": None}])
+@pytest.mark.parametrize("saved", FORMS[:1], indirect=True)
+def test_the_steps_of_another_rank_are_those_of_the_first(
+    saved: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    made, out = tmp_path / "made", tmp_path / "out"
+    good("reshard", saved, made, "--target-format", "torch", "--target-tp", 2)
+    for rank, own in enumerate(({**change}, {"step": 7})):
+        file = Pt(next(made.rglob(f"mp_rank_{rank:02d}/model_optim_rng.pt")))
+        for group in file.value["optimizer"]["optimizer"]["param_groups"]:
+            del group["step"]
+            group |= own
+        file.save()
+    good("reshard", made, out, "--target-tp", 1)
+    found = Checkpoint.open(out).optimizer
+    assert found is not None
+    assert [group["step"] for own in found.groups for group in own] == [7, 7]
 
 
 def test_the_group_of_a_parameter_is_refused_where_two_fit() -> None:

@@ -19,7 +19,7 @@ if not find_spec("megatron.core"):
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import Pt, good, refused
 from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3
 from tests.helpers.judging import ask, ask_all
 from tests.helpers.tiny import TinyModel
@@ -335,6 +335,31 @@ def test_the_steps_of_experts_are_kept_where_the_first_stage_has_none(tmp_path: 
         optimizer = Checkpoint.open(tmp_path / f"{form} saved").optimizer
         assert optimizer is not None and len(optimizer.groups) == 2
         assert {g["step"] for own in optimizer.groups for g in own} == {SAVED_AT + 2}
+
+
+def test_the_first_rank_may_have_an_old_number_of_steps(tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint with all steps keeps those of experts on a first stage
+    that has no expert. The losses at one stage are those of the run itself.
+    """
+    start = tmp_path / "start"
+    args = MOE | QWEN3 | {"moe_layer_freq": [0, 0, 1, 1]}
+    ask("save", args=args, format="torch_dist", destination=start)
+    job = JOB | FORMS["not_distributed_torch"] | {"pp": 2, "ep": 2}
+    made, moved, late, last = (tmp_path / name for name in ("made", "moved", "late", "last"))
+    ask(**job | {"checkpoint": start, "steps": SAVED_AT, "save": made})
+    good("reshard", made, moved, "--target-pp", 2, "--target-ep", 2, "--keep-padding")
+    job |= {"resume": True}
+    ask(**job | {"checkpoint": moved, "steps": SAVED_AT + 2, "save": late})
+    first = Pt(next(late.rglob("mp_rank_00_000_000/model_optim_rng.pt"))).value
+    stale = [g["step"] for g in first["optimizer"][1]["param_groups"]]
+    assert set(stale) == {SAVED_AT}
+    sizes = ("--target-pp", 1, "--target-ep", 2, "--target-format", "torch_dist")
+    good("reshard", late, last, *sizes, "--keep-padding")
+    cases = [job | {"checkpoint": late}, job | {"pp": 1, "checkpoint": last}]
+    expected, found = ask_all([case | {"steps": SAVED_AT + 4} for case in cases])
+    np.testing.assert_allclose(
+        curve(found["steps"], "loss"), curve(expected["steps"], "loss"), rtol=2e-5
+    )
 
 
 @pytest.mark.newest

@@ -22,6 +22,7 @@ from mckpt.formats.megatron.optimizer.state import (
     has_moments,
     is_muon,
     links,
+    steps_in,
 )
 from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
@@ -94,9 +95,12 @@ def refuse_lost(
     kind_of = _kinds(found.groups, names, stated, held)
     momentum = any(map(has_moments, (group for own in found.groups for group in own)))
     momentum |= any(KINDS["sgd"][0] in own for own in held.values())
-    every = (group for own in found.groups for group in own)
-    new = all(own.keys() <= {MASTER} for own in held.values()) and not has_stepped(every, common)
+    stepped = has_stepped((group for own in found.groups for group in own), common)
+    new = all(own.keys() <= {MASTER} for own in held.values()) and not stepped
     problems = Problems(f"the optimizer's state of {where} is incomplete:", CURE)
+    counts = found.live or steps_in(found.groups)  # a live one may wait for its values
+    if stepped and not counts and "adam" in map(kind_of, held):
+        problems.missing("the number of steps is missing in all groups of parameters")
     bare: Places = {}  # the weights without a master copy
     for weight, own in held.items():
         kind = kind_of(weight)

@@ -59,10 +59,9 @@ _PLAIN = (
     *("optimizer", "param_groups", "state", "param_state", "param_state_sharding_type"),
     "fp32_from_fp16_params",
 )
-# What the param_groups of a checkpoint have and those of a target do not: the numbers of the
-# parameters of one rank, and classes of --optimizer-cpu-offload, which torch.load refuses. Megatron
-# uses those of the new run.
-_LEFT_OUT = ("params", "cpu_optimizer_cls", "gpu_optimizer_cls")
+# What the param_groups of a checkpoint have and those of a target do not: classes of
+# --optimizer-cpu-offload, which torch.load refuses. Megatron uses those of the new run.
+_LEFT_OUT = ("cpu_optimizer_cls", "gpu_optimizer_cls")
 _RENAMED = ("lr_mult", "wd_mult")  # entries of a group that NeMo calls pre_lr_mult, pre_wd_mult
 # the files, one for each data-parallel rank, of an optimizer that is distributed by layers
 LAYER_WISE = "layer_wise_optimizer_*.pt"
@@ -196,7 +195,8 @@ def groups_of(plain: Any, where: str, data: Ranges | None = None) -> list[list[d
     """Returns the param_groups of each optimizer in the `optimizer` of a checkpoint's common state.
 
     data: the places of the storages in the file `where`; without it, no entry may be a tensor.
-    Raises SourceError if there are none, and UsageError if the steps are counted elsewhere.
+    Raises SourceError if there are none, or if their steps differ, and UsageError if the steps are
+    counted elsewhere.
     """
     out = []
     for one in chained(plain):
@@ -218,7 +218,8 @@ def groups_of(plain: Any, where: str, data: Ranges | None = None) -> list[list[d
                 " group only; give --no-optimizer to convert the weights alone"
             )
         out.append([_group(group, where, data) for group in groups])
-    return _counted(out)
+    _refuse_unequal(out, where)
+    return counted([[{k: v for k, v in g.items() if k != "params"} for g in own] for own in out])
 
 
 def _group(group: dict[str, Any], where: str, data: Ranges | None) -> dict[str, Any]:
@@ -232,18 +233,41 @@ def _group(group: dict[str, Any], where: str, data: Ranges | None) -> dict[str, 
     return {k: _number(v, f"{k} in a group", data, where) for k, v in (renamed | kept).items()}
 
 
-def _counted(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def _refuse_unequal(groups: Groups, where: str) -> None:
+    """Raises SourceError if groups with parameters have made different numbers of steps. Megatron
+    asserts that they are equal.
+    """
+    numbered = {(i, n): group for i, own in enumerate(groups) for n, group in enumerate(own)}
+    used = [(at, steps_in([[group]])) for at, group in numbered.items() if group.get("params")]
+    if len({step for _, own in used for step in own}) > 1:
+        raise SourceError.of(
+            f"{where}: groups of its optimizer have made different numbers of steps:",
+            [f"group {n} of optimizer {i}: {step}" for (i, n), own in used for step in own],
+            CURE,
+        )
+
+
+def counted(
+    groups: list[list[dict[str, Any]]], of_others: Groups = ()
+) -> list[list[dict[str, Any]]]:
     """Returns param_groups in which each group of Adam has the number of steps.
 
     Transformer Engine counts no steps of a group that has no parameters on the rank that saved it,
-    such as that of experts on a pipeline stage without any. All groups make the same steps, and
-    Muon counts none.
+    such as that of experts on a pipeline stage without any: its number is missing, or that of the
+    checkpoint from which the run went on. All groups make the same steps, and Muon counts none.
+
+    of_others: the groups of other ranks.
     """
-    step = next((g["step"] for own in groups for g in own if g.get("step") is not None), None)
+    step = max(steps_in([*groups, *of_others]), default=None)
     adam = [g for own in groups for g in own if "optimizer" in g or not is_muon(groups)]
-    for group in (g for g in adam if step is not None and g.get("step") is None):
+    for group in adam if step is not None else ():
         group["step"] = step
     return groups
+
+
+def steps_in(groups: Groups) -> list[float]:
+    """Returns the numbers of steps that param_groups have."""
+    return [g["step"] for own in groups for g in own if isinstance(g.get("step"), (int, float))]
 
 
 def sharding_of(plain: Any) -> str | None:

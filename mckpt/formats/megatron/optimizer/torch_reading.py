@@ -34,6 +34,7 @@ from mckpt.formats.megatron.optimizer.state import (
     NOT_DISTRIBUTED,
     Link,
     Optimizer,
+    counted,
     decays,
     groups_of,
     links,
@@ -156,6 +157,9 @@ def read(source: Source, args: Mapping[str, Any]) -> Optimizer | None:
     )
     where = f"{source.where}/{places[0]}/{MODEL}"
     groups = groups_of(plain, where) if first is None else groups_of(plain, first.path, first.data)
+    models = [one for place in places[1:] if (one := source.open(place, MODEL)) is not None]
+    others = (groups_of(one.value.get("optimizer"), one.path, one.data) for one in models)
+    groups = counted(groups, [own for rank in others for own in rank])
     chain = links(groups)
     found: list[StateBuffer] = []
     for directory, parameters in registered(source, problems):
