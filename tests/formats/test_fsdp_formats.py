@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,36 @@ def test_the_plan_says_that_a_run_in_fp16_saved_no_loss_scaler(
     change_args(monkeypatch, {"fp16": True, "loss_scale": scale})
     said = good("reshard", unpacked(FSDP, tmp_path), tmp_path / "out", "--dry-run").out
     assert ("goes on with --initial-loss-scale" in said) == (scale is None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_settings_that_are_tensors_or_classes_are_read(saved: Path, tmp_path: Path) -> None:
+    """A run with --optimizer-cuda-graph has tensors as `step` and `lr`, and one with
+    --optimizer-cpu-offload has classes. torch saves them.
+    """
+    torch, dcp = (pytest.importorskip(f"torch{name}") for name in ("", ".distributed.checkpoint"))
+    expected = Checkpoint.open(saved).optimizer
+    keys = index(saved).state_dict_metadata
+    found = filter(None, (re.match(r"optimizer\.(.*param_.*)\.[^.]+$", key) for key in keys))
+    groups = dict.fromkeys(match[1] for match in found)
+    new = {"lr": torch.tensor(0.75), "step": torch.tensor([7], dtype=torch.int32)}
+    classes = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.Adam}
+    values = {f"{group}.{name}": v for group in groups for name, v in (new | classes).items()}
+    dcp.save({"optimizer": values}, checkpoint_id=tmp_path / "new", no_dist=True)
+    (file,) = (tmp_path / "new").glob("*.distcp")
+    file.rename(unit(saved) / "new.distcp")
+    made = index(tmp_path / "new")
+    items = {k: replace(v, relative_path="new.distcp") for k, v in made.storage_data.items()}
+    with_index(saved, without(made.state_dict_metadata.__contains__))
+    with_index(
+        saved, lambda old, places: (old.update(made.state_dict_metadata), places.update(items))
+    )
+    read = Checkpoint.open(saved).optimizer
+    assert expected is not None and read is not None
+    numbers = {"lr": 0.75, "step": 7}
+    assert read.groups == [[{**group, **numbers} for group in own] for own in expected.groups]
+    assert {type(group["step"]) for own in read.groups for group in own} == {int}
+    good("reshard", saved, tmp_path / "out", "--target-format", "torch", "--keep-padding")
 
 
 def test_megatron_to_hf_writes_the_rounded_weights(saved: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mckpt.containers import torch_file, torch_spans
 from mckpt.containers.dcp_metadata import Metadata, read_metadata
 from mckpt.containers.entries import Entry, Span
 from mckpt.containers.torch_spans import Item
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import (
     Names,
     Problems,
@@ -390,20 +390,39 @@ class Directory(Chunked):
         file, offset, length = self.metadata.items[key, None]
         return self.read(str(self.root / file), offset, length)
 
+    def settings(self, name: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
+        """Yields the keys that have this form, and what matched: those of objects, and of tensors,
+        which torch makes of settings such as `lr` that are tensors.
+        """
+        for key in (*self.metadata.tensors, *self.metadata.objects):
+            if one := name.fullmatch(key):
+                yield one, key
+
+    def setting(self, key: str) -> Any:
+        """Returns an object, or the number in a tensor of one element."""
+        return self.number_at(key) if key in self.metadata.tensors else self.object(key)[0]
+
     def raw(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Yields the bytes of objects, unread."""
+        """Yields the bytes of objects and of tensors of one chunk, unread."""
         with Files(self.root) as files:
             for key in keys:
-                file, offset, length = self.metadata.items[key, None]
+                _, _, chunks = self.metadata.tensors.get(key, (None, None, [(None, None)]))
+                file, offset, length = self.metadata.items[key, chunks[0][0]]
                 yield descriptors.pread(files.fd(file), length, offset)
 
     def number_at(self, key: str) -> float:
-        """Returns the number in a tensor of one element."""
-        dtype, _, ((offsets, sizes),) = self.metadata.tensors[key]
+        """Returns the number in a tensor of one element. Raises UsageError for other tensors."""
+        dtype, shape, chunks = self.metadata.tensors[key]
+        if math.prod(shape) != 1:
+            raise UsageError(
+                f"{self.root}: {key} is a tensor of {list(shape)}, where mckpt knows numbers only;"
+                " give --no-optimizer to convert the weights alone"
+            )
         with Files(self.root) as files:
-            file, at = self.place(key, offsets, sizes, files)
+            file, at = self.place(key, *chunks[0], files)
             data = descriptors.pread(files.fd(self.files[file]), itemsize(dtype), at)
-        return float(np.frombuffer(data, numpy_dtype(dtype))[0])
+        number = np.frombuffer(data, numpy_dtype(dtype))[0]
+        return int(number) if "int" in dtype else float(number)
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         """Returns the records and tensors of all items, and of the files `beside`."""

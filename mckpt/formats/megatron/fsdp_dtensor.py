@@ -21,6 +21,7 @@ from typing import Any
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, Problems
+from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import has_keys, names_of, single_keys
 from mckpt.formats.megatron.fsdp_writing import (
     HALVES,
@@ -156,10 +157,9 @@ class FsdpDtensor(TorchDcp):
         of its group: the name and the key of each.
         """
         fields: dict[str, list[tuple[str, str]]] = {}
-        for key in self.metadata.objects:
-            if one := _GROUP.fullmatch(key):
-                weight = self.prefix + _WRAPPERS.sub("", one[1])
-                fields.setdefault(weight, []).append((one[2], key))
+        for one, key in self.directory.settings(_GROUP):
+            weight = self.prefix + _WRAPPERS.sub("", one[1])
+            fields.setdefault(weight, []).append((one[2], key))
         return {weight: sorted(own) for weight, own in fields.items()}
 
     def _settings(self, experts: set[str]) -> list[list[dict[str, Any]]]:
@@ -185,7 +185,7 @@ class FsdpDtensor(TorchDcp):
             raise SourceError.of(what, lines, CURE)
         out: list[list[dict[str, Any]]] = [[], []]
         for (expert, _, _), name in distinct.items():
-            group = {field: self.directory.object(key)[0] for field, key in self._grouped[name]}
+            group = {field: self.directory.setting(key) for field, key in self._grouped[name]}
             group["is_expert_parallel"] = expert
             if group not in out[expert]:  # bytes of one value can differ, in its padding
                 out[expert].append(group)
@@ -194,7 +194,8 @@ class FsdpDtensor(TorchDcp):
                 f"{self.root}: has the state of an optimizer without its param_to_group_meta; give"
                 " --no-optimizer to convert the weights alone"
             )
-        return [groups for groups in out if groups]
+        listed = [{"param_groups": groups} for groups in out if groups]
+        return optimizer.groups_of(listed, str(self.root))
 
 
 FORMAT = Format(

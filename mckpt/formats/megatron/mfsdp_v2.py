@@ -84,9 +84,9 @@ class MfsdpV2(FsdpDtensor):
         """Returns the param_groups of the optimizer: its own if Megatron made them."""
         if any("wd_mult" not in group for group in self._groups):
             return optimizer.groups_of(self._adam["optimizer"], str(self.root))
-        step = int(next(iter(self._steps)))
-        own = [{name: v for name, v in group.items() if name != "params"} for group in self._groups]
-        return [[{**group, "is_expert_parallel": False, STEP: step} for group in own]]
+        more = {"is_expert_parallel": False, STEP: int(next(iter(self._steps)))}
+        groups = [{**group, **more} for group in self._groups]
+        return optimizer.groups_of({"param_groups": groups}, str(self.root))
 
 
 FORMAT = Format(

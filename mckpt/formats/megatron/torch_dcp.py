@@ -234,9 +234,8 @@ class TorchDcp:
     def _groups(self) -> list[dict[str, Any]]:
         """Returns the param_groups of the optimizer, with the names of their parameters."""
         out: dict[int, dict[str, Any]] = {}
-        for key in self.metadata.objects:
-            if one := GROUP.fullmatch(key):
-                out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
+        for one, key in self.directory.settings(GROUP):
+            out.setdefault(int(one[1]), {})[one[2]] = self.directory.setting(key)
         for group in out.values():
             params = group.get("params")
             if not isinstance(params, list) or not all(type(p) is self.member for p in params):

@@ -73,9 +73,8 @@ class Torchtitan(TorchAdam):
     def groups(self) -> dict[str, list[tuple[str, str]]]:
         """The weights that the optimizer updates, and the settings of each: name and key."""
         out: dict[str, list[tuple[str, str]]] = {}
-        for key in self.saved.metadata.objects:
-            if one := _GROUP.fullmatch(key):
-                out.setdefault(one[1], []).append((one[2], key))
+        for one, key in self.saved.settings(_GROUP):
+            out.setdefault(one[1], []).append((one[2], key))
         return {weight: sorted(own) for weight, own in out.items()}
 
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
@@ -84,7 +83,7 @@ class Torchtitan(TorchAdam):
         # each weight has a copy of the settings, which are compared as bytes
         own = self.groups.values()
         alike = {tuple(self.saved.raw(key for _, key in one)): one for one in own}
-        found = [{n: self.saved.object(key)[0] for n, key in one} for one in alike.values()]
+        found = [{n: self.saved.setting(key) for n, key in one} for one in alike.values()]
         tensors = self.saved.metadata.tensors
         keys = (f"optimizer.state.{weight}.{STEP}" for weight in self.groups)
         return found, {self.saved.number_at(key) for key in keys if key in tensors}
