@@ -66,7 +66,7 @@ def as_peft(source: AdapterCheckpoint) -> Iterator[PeftAdapter]:
     """
     with TemporaryDirectory(prefix="mckpt-adapter-") as folder:
         place = Path(folder) / "peft"
-        make_plan(source, place, TargetOptions(format=formats.HUGGING_FACE), form_peft).run()
+        make_plan(source, place, TargetOptions(format=formats.HUGGING_FACE), _form_peft).run()
         yield replace(open_adapter(place), made_of=tuple(source.layout.files))
 
 
@@ -464,7 +464,24 @@ def form_peft(source: AdapterCheckpoint, at: At, target: TargetOptions, look: bo
     """Returns the form of a directory of PEFT.
 
     look: read the factors, to refuse values that are not finite.
+
+    Raises UsageError for linears of which PEFT loads no adapter.
     """
+    form = _form_peft(source, at, target, look)
+    family = form.names.mapping.name
+    never = tuple(f".{name}.weight" for name in rules()["peft"]["never"].get(family, ()))
+    keys = {s.key.partition(":")[0] for s in form.layout.stored}
+    if refused := sorted(key for key in keys if key.endswith(never)):
+        raise UsageError.of(
+            f"{source.path}: PEFT loads no adapter of these linears of a {family} model:",
+            refused,
+            "Merge the adapter with `mckpt adapter merge` instead.",
+        )
+    return form
+
+
+def _form_peft(source: AdapterCheckpoint, at: At, target: TargetOptions, look: bool = True) -> Form:
+    """Returns the same for a directory that mckpt alone reads."""
     form = peft_form(source)
     destination = at(None, PEFT)
     if look:

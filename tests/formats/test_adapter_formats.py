@@ -35,7 +35,7 @@ from mckpt.checkpoint.files import open_files
 from mckpt.containers import safe_pickle
 from mckpt.conversion.planning import make_plan
 from mckpt.options import SourceOptions, TargetOptions
-from tests.helpers import adapters, lora, tiny
+from tests.helpers import adapters, lora, made_models, tiny
 from tests.helpers.commands import Pt, edit_json, good, refused, save_pt
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import FIXTURES, TinyModel, unpack
@@ -705,6 +705,23 @@ def test_a_mamba_has_the_factor_b_in_the_sections_of_the_weight(
         back = adapters.weights(tmp_path / "back")
         assert back.keys() == made.keys()
         assert all(np.array_equal(back[key], made[key]) for key in made)
+
+
+@pytest.mark.parametrize("case", ["nemotron_h", "mamba2"])
+def test_an_adapter_that_peft_does_not_load_is_merged_only(
+    tiny_model: TinyModel, case: str, tmp_path: Path
+) -> None:
+    base, there, back = tiny_model(case, "float32"), tmp_path / "there", tmp_path / "back"
+    made = adapters.factors(adapters.modules(base, "in_proj", "out_proj"))
+    adapter = adapters.write(tmp_path / "adapter", made)
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+        adapters.peft_logits(base, adapter, made_models.tokens(case))
+    good("adapter", "to-megatron", adapter, base, there, "--tp", 2)
+    refused(2, "out_proj.weight", f"a {case} model", args=("adapter", "to-hf", there, back))
+    assert not back.exists()
+    good("adapter", "merge", base, there, back)
+    wanted = adapters.merged(base, adapter)
+    assert not adapters.differences(adapters.weights(back), wanted)
 
 
 def test_rows_of_an_fc1_without_a_gate_need_a_release_that_does_not_halve_them(
