@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mckpt.checkpoint.files import refuse_parent
 from mckpt.containers import safetensors
 from mckpt.containers.entries import Entries, Kind
 from mckpt.errors import SourceError
@@ -224,6 +225,7 @@ def open_adapter(path: str | Path, experts: AdapterOptions | None = None) -> Pef
     """
     root = places.local(path)
     if not is_peft(root):
+        refuse_parent(root)
         raise SourceError(f"{root}: has no {ADAPTER[0]}, so it is not the directory of an adapter")
     config = parse_config(root / ADAPTER[0])
     _refuse(root, config)

@@ -241,13 +241,7 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         return CheckpointFiles(local, options, directory, format.open(directory.path))
     if state := unfinished(local):
         raise SourceError(f"{local}: no checkpoint is here yet. {state}")
-    if below := _checkpoints_below(local):
-        raise SourceError(
-            f"{local}: is not a checkpoint, but has {counted(len(below), 'checkpoint')} below it;"
-            f" give {' or '.join(map(str, below[:MOST_SHOWN]))}"
-            + f" ({len(below) - MOST_SHOWN:,} more)"
-            * (len(below) > MOST_SHOWN)
-        )
+    refuse_parent(local)
     raise SourceError(
         f"{directory.path}: no checkpoint that mckpt knows: neither"
         f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}, nor"
@@ -282,9 +276,27 @@ def open_training(path: str | Path, options: SourceOptions) -> CheckpointFiles:
     return files.training or files
 
 
+def refuse_parent(folder: Path) -> None:
+    """Raises SourceError for the parent of checkpoints or of adapters, such as the named ones that
+    PEFT saves into one directory.
+    """
+    if below := _checkpoints_below(folder):
+        every = all((path / ADAPTER[0]).is_file() for path in below)
+        kind = "adapter" if every else "checkpoint"
+        raise SourceError(
+            f"{folder}: is not {'an' if every else 'a'} {kind}, but has"
+            f" {counted(len(below), kind)} below it; give"
+            f" {' or '.join(map(str, below[:MOST_SHOWN]))}"
+            + f" ({len(below) - MOST_SHOWN:,} more)"
+            * (len(below) > MOST_SHOWN)
+        )
+
+
 def _checkpoints_below(folder: Path) -> list[Path]:
-    """Returns the directories in a local directory that are checkpoints or save directories."""
-    if sparse_copy.of(folder) is not None:
+    """Returns the directories in a local directory that are checkpoints, save directories or
+    adapters.
+    """
+    if sparse_copy.of(folder) is not None or not folder.is_dir():
         return []
     inner = itertools.islice((p for p in folder.iterdir() if p.is_dir()), MOST_LOOKED_AT)
     return [path for path in sorted(inner) if _is_checkpoint(path)]
@@ -293,7 +305,8 @@ def _checkpoints_below(folder: Path) -> list[Path]:
 def _is_checkpoint(folder: Path) -> bool:
     with suppress(OSError, MckptError):
         return (
-            is_save_directory(folder)
+            (folder / ADAPTER[0]).is_file()
+            or is_save_directory(folder)
             or formats.detect(folder, megatron=False) is not None
             or formats.detect(folder, megatron=True) is not None
         )

@@ -724,6 +724,19 @@ def test_an_adapter_that_peft_does_not_load_is_merged_only(
     assert not adapters.differences(adapters.weights(back), wanted)
 
 
+def test_the_parent_of_named_adapters_names_them(tmp_path: Path) -> None:
+    """PEFT saves each adapter but `default` below the directory."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny.load(QWEN3), peft.LoraConfig(), adapter_name="one")
+    model.add_adapter("two", peft.LoraConfig())
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    model.save_pretrained(saved)
+    for command in (("merge", QWEN3, saved), ("to-megatron", saved, QWEN3), ("to-hf", saved)):
+        words = f"has 2 adapters below it; give {saved / 'one'} or {saved / 'two'}"
+        refused(3, words, args=("adapter", *command, out))
+    good("adapter", "merge", QWEN3, saved / "two", out)
+
+
 def test_rows_of_an_fc1_without_a_gate_need_a_release_that_does_not_halve_them(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
