@@ -396,17 +396,7 @@ def of_files(
             lost,
             "Train them at tp 1, or without these modules.",
         )
-    newer = files.manifest or rules()["megatron"]["since_0_6"] in _section(files, "checkpoint")
-    if not (newer or known) and (found := names.ungated):
-        raise UsageError.of(
-            f"{files.opened.root}: Megatron-Bridge before 0.5.1 stores the rows of the factor B of"
-            f" these weights without a gate in halves of each of the {names.parallel.tp} ranks,"
-            f" later releases do not, and {RUN_CONFIG} does not show that the release was 0.6 or"
-            " later:",
-            found,
-            "Export the adapter to PEFT with the release that saved it.",
-        )
-    names = replace(names, there=names.found_in(stages))
+    names = replace(names, there=names.found_in(stages), halved=_halved(files, names))
     every = factors.shared(files.opened.layout(names), names)
     held, weights = (
         factors.kept(every, [name for name in every.shapes if (":" in name) == which])
@@ -424,6 +414,21 @@ def of_files(
         base_name=_base_name(files),
     )
     return source, names
+
+
+def _halved(files: CheckpointFiles, names: AdapterNames) -> frozenset[str]:
+    """Returns the starts of the keys of `AdapterNames.halved`.
+
+    Megatron-Bridge before 0.5.1 stores each linear_fc1 as if it had a gate: of the rows of each
+    rank two chunks, where later releases and mckpt have one.
+    """
+    found: set[str] = set()
+    for stem, ways in names.ungated.items():
+        key = r"\d+".join(map(re.escape, INDEX.split(stem + rules()["megatron"]["factors"]["b"])))
+        for stored, (_, _, chunks) in files.opened.metadata.tensors.items():  # type: ignore[attr-defined]  # such formats have it
+            if re.fullmatch(key, stored) and len({at[-2] for at, _ in chunks}) == 2 * ways:
+                found.add(stem)
+    return frozenset(found)
 
 
 def _ranks(
@@ -515,10 +520,10 @@ def _alpha(
     )
 
 
-def _section(files: CheckpointFiles, name: str = "peft") -> Mapping[str, Any]:
-    """Returns a section of a checkpoint's run_config.yaml; empty without one."""
+def _section(files: CheckpointFiles) -> Mapping[str, Any]:
+    """Returns the section `peft` of a checkpoint's run_config.yaml; empty without one."""
     path = files.opened.root / RUN_CONFIG
-    section = read_section(path, name) if path.exists() else None
+    section = read_section(path, "peft") if path.exists() else None
     return section if isinstance(section, Mapping) else {}
 
 

@@ -64,6 +64,9 @@ class AdapterNames(Names):
     whole: bool = False  # the weights of the base are in the checkpoint as well
     dora: bool = False  # the adapters have magnitudes
     outer: bool = False  # experts share A of linear_fc1 and B of linear_fc2, which are read only
+    # the starts of the keys of the factors of a linear_fc1 without a gate, of whose rows torch_dist
+    # has the first halves of each tensor-parallel rank and then the second halves
+    halved: frozenset[str] = frozenset()
     # the weights and the layer of each adapter, if those of some layers may be left out; None: all
     there: frozenset[tuple[tuple[str, ...], int]] | None = None
 
@@ -105,20 +108,21 @@ class AdapterNames(Names):
         return [INDEX.sub("*", name) for name in found] if self.parallel.tp > 1 else []
 
     @property
-    def ungated(self) -> list[str]:
-        """Returns the adapted weights of a linear_fc1 without a gate that the ranks cut by rows, if
-        all ranks together have one tensor.
+    def ungated(self) -> dict[str, int]:
+        """Returns the starts of the keys of the factors of each linear_fc1 without a gate that the
+        ranks cut by rows, and their number, if all ranks together have one tensor.
         """
         if self.by_swift or self.choices.get("keys") != "global":
-            return []
-        parallel = self.parallel
-        return [
-            INDEX.sub("*", name)
+            return {}
+        return {
+            module.stem: self._ways(module.bound.rule)
             for module in self.modules
             if module.stem.endswith(".linear_fc1.adapter.") and module.bound.rule.tp == "column"
-            if (parallel.expert_tp if "expert" in module.bound.rule.indices else parallel.tp) > 1
-            for name in (module.of if len(module.of) == 1 else ())
-        ]
+            if len(module.of) == 1 and self._ways(module.bound.rule) > 1
+        }
+
+    def _ways(self, rule: Rule) -> int:
+        return self.parallel.expert_tp if "expert" in rule.indices else self.parallel.tp
 
     @cached_property
     def modules(self) -> list[Module]:
@@ -284,8 +288,10 @@ class AdapterNames(Names):
                 heads=None,
                 tp="row" if rule.tp == "row" else rest_tp,  # its rows are the rank
             )
-            if self.choices.get("keys") == "global" and stem.endswith(halved):
-                tp = Expression(str(self.parallel.tp))
+            if self.choices.get("keys") == "global" and (
+                stem.endswith(halved) or stem in self.halved
+            ):
+                tp = Expression(str(self._ways(rule)))
                 rule = rule._replace(pack="halved", heads=tp)
             rest = rule._replace(
                 key=stem + ends["b"],
@@ -311,6 +317,8 @@ class AdapterNames(Names):
                 lengths = rest._replace(
                     key=stem + rules()["megatron"]["magnitude"],
                     of=tuple(name_of(name, MAGNITUDE, rank) for name in of),
+                    pack=b.rule.pack,
+                    heads=b.rule.heads,
                 )
                 if self.choices.get("keys") == "global" and rest.pack == "gated":
                     # torch_dist has those of each tensor-parallel rank one after the other

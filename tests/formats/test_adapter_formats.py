@@ -6,6 +6,9 @@ fixtures/adapters/trained.tar.xz has two of linear_qkv in tiny-qwen3 that it sav
 state of Adam, in the forms fully_reshardable (trained) and dp_reshardable (flat). Both programs are
 tests/helpers/bridge_adapters.py.
 
+fixtures/adapters/ungated.tar.xz has those of linear_fc1 in a Nemotron that 0.5.0 (DoRA) and
+0.5.1 saved at tp 2 with the same program.
+
 fixtures/adapters/swift.tar.xz has an adapter of tiny-qwen3 that `megatron export` of ms-swift 4.6.0
 (mcore-bridge 1.6.5) made at tp 2 from the directory of PEFT that the test writes; the program is
 tests/helpers/swift_adapters.py.
@@ -17,6 +20,7 @@ import hashlib
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -737,28 +741,34 @@ def test_the_parent_of_named_adapters_names_them(tmp_path: Path) -> None:
     good("adapter", "merge", QWEN3, saved / "two", out)
 
 
-def test_rows_of_an_fc1_without_a_gate_need_a_release_that_does_not_halve_them(
-    tiny_model: TinyModel, tmp_path: Path
+@pytest.mark.parametrize("release", ["0.5.0", "0.5.1"])
+def test_rows_of_an_fc1_without_a_gate_are_read_of_any_release(
+    release: str, tmp_path: Path
 ) -> None:
     """Megatron-Bridge up to 0.5.0 saves each linear_fc1 as if it had a gate
-    (ParallelLinearAdapter.sharded_state_dict).
+    (ParallelLinearAdapter.sharded_state_dict). The factors are those of `fill` in
+    tests/helpers/bridge_adapters.py, of two tensor-parallel ranks.
     """
-    base, there = tiny_model("nemotron", "float32"), tmp_path / "there"
-    adapter = adapters.write(
-        tmp_path / "adapter", adapters.factors(adapters.modules(base, "up_proj"))
-    )
-    read = ("adapter", "to-hf", there, tmp_path / "back", "--like", base, "--overwrite")
-    for tp in (1, 2):
-        good("adapter", "to-megatron", adapter, base, there, "--tp", tp, "--overwrite")
-        good(*read)
-        (there / "release/mckpt.json").unlink()
-        if tp == 1:
-            good(*read)
-    refused(2, "before 0.5.1", "mlp.up.weight", args=read)
-    with (there / "release/run_config.yaml").open("a") as file:
-        file.write("checkpoint:\n  also_save_hf_checkpoint: false\n")
-    good(*read)
-    assert lora.same(tmp_path / "back", adapter)
+    saved = unpack("adapters/ungated", tmp_path) / "adapters"
+    like = ("--like", saved / "hf")
+    good("adapter", "reshard", saved / release, tmp_path / "tp4", "--target-tp", 4, *like)
+    (tmp_path / "tp4/iter_0000000/mckpt.json").unlink()
+    for number, place in enumerate((saved / release, tmp_path / "tp4")):
+        good("adapter", "to-hf", place, tmp_path / f"{number}", *like)
+        found = adapters.weights(tmp_path / f"{number}")
+        for layer in range(2):
+            module = f"base_model.model.model.layers.{layer}.mlp.up_proj."
+            fc1 = f"decoder.layers.{layer}.mlp.linear_fc1.adapter."
+            shapes = {"lora_B.weight": ("linear_out.weight", (56, 4))}
+            if release == "0.5.0":  # DoRA
+                shapes["lora_magnitude_vector"] = ("weight_magnitude", (56,))
+            for end, (name, shape) in shapes.items():
+                seed = zlib.crc32(f"{fc1}{name}".encode())
+                drawn = (np.random.RandomState([seed, 0, tp, 0, 0]).randn(*shape) for tp in (0, 1))
+                wanted = np.concatenate([one / 8 for one in drawn]).astype(np.float32)
+                assert np.array_equal(found.pop(module + end), wanted)
+            assert found.pop(module + "lora_A.weight").shape == (4, 48)
+        assert not found
 
 
 def entries(directory: Path) -> dict[str, Any]:

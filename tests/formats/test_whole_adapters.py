@@ -113,10 +113,6 @@ def test_an_adapter_comes_back(
         good("adapter", "merge", base, path, tmp_path / f"{path.name} hf")
     for manifest in at.rglob("mckpt.json"):
         manifest.unlink()
-    for described in at.rglob("run_config.yaml"):  # with a key of Megatron-Bridge 0.6
-        described.write_text(
-            described.read_text() + "checkpoint: {also_save_hf_checkpoint: false}\n"
-        )
     shutil.rmtree(at / "hf")
     good("adapter", "to-hf", at, tmp_path / "c peft", "--like", base)
     good("adapter", "merge", base, peft, tmp_path / "hf")
