@@ -365,11 +365,6 @@ def of_files(
         canonical=any(".adapter.adapter_" in key for key in shapes),
         mtp=any(key.startswith("mtp.") for key in shapes),
         dora=any(key.endswith(f".{rules()['megatron']['magnitude']}") for key in shapes),
-        # of grouped experts with one factor for all, the other one has the axis of experts more
-        outer=any(
-            len(shape) != len(shapes.get(key.removesuffix(ends["b"]) + ends["a"], shape))
-            for key, shape in outer
-        ),
         whole=any(
             not FACTOR.search(key) and model.mapping.ignore.keys().isdisjoint(key.split("."))
             for key in shapes
@@ -379,6 +374,7 @@ def of_files(
     names = replace(names, choices=files.opened.choices(names))
     if len(ranks) > 1:
         names = replace(names, ranks=_ranks(names, outer, files.opened.root))
+    names = replace(names, outer=_of_all_experts(names, shapes))
     stated = files.args is not None or files.manifest or (files.opened.root / RUN_CONFIG).exists()
     known = files.opened.format.fixed_sizes or not files.opened.format.readable  # a live model
     if not stated and not known and names.has_rows_by_rank:
@@ -416,6 +412,27 @@ def of_files(
     return source, names
 
 
+def _of_all_experts(names: AdapterNames, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Returns the factors of experts whose tensors lack the axis of experts.
+
+    Megatron-Bridge 0.3 has one adapter for all experts of a layer, and later releases have one
+    factor of two with experts_shared_outer_loras.
+    """
+    stored = [(key.rpartition("/")[2], len(shape)) for key, shape in shapes.items()]
+    found: set[str] = set()
+    for b in replace(names, whole=False).bound:
+        if "expert" in b.rule.stacked():
+            pattern, most = re.compile(_keys_of(b.rule.key)), len(b.axes(names.scope())) + 2
+            if any(num_axes < most and pattern.fullmatch(key) for key, num_axes in stored):
+                found.update(b.rule.of)
+    return frozenset(found)
+
+
+def _keys_of(template: str) -> str:
+    """Returns a regular expression of the keys of a template."""
+    return r"\d+".join(map(re.escape, INDEX.split(template)))
+
+
 def _halved(files: CheckpointFiles, names: AdapterNames) -> frozenset[str]:
     """Returns the starts of the keys of `AdapterNames.halved`.
 
@@ -424,7 +441,7 @@ def _halved(files: CheckpointFiles, names: AdapterNames) -> frozenset[str]:
     """
     found: set[str] = set()
     for stem, ways in names.ungated.items():
-        key = r"\d+".join(map(re.escape, INDEX.split(stem + rules()["megatron"]["factors"]["b"])))
+        key = _keys_of(stem + rules()["megatron"]["factors"]["b"])
         for stored, (_, _, chunks) in files.opened.metadata.tensors.items():  # type: ignore[attr-defined]  # such formats have it
             if re.fullmatch(key, stored) and len({at[-2] for at, _ in chunks}) == 2 * ways:
                 found.add(stem)
@@ -442,8 +459,7 @@ def _ranks(
     text = "\n".join(f"{shape[-1]} {key.rpartition('/')[2]}" for key, shape in factors)
     ranks, apart = dict[str, int](), list[str]()
     for module in names.modules:
-        key = module.stem + rules()[names.program]["factors"]["b"]
-        pattern = r"\d+".join(map(re.escape, INDEX.split(key)))
+        pattern = _keys_of(module.stem + rules()[names.program]["factors"]["b"])
         found = sorted(set(map(int, re.findall(rf"^(\d+) {pattern}$", text, re.MULTILINE))))
         if len(found) > 1 or (names.by_swift and found != [names.rank]):
             apart.append(f"{module.stem.rstrip('.')}: {', '.join(map(str, found))}")

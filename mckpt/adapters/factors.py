@@ -63,7 +63,8 @@ class AdapterNames(Names):
     mtp: bool = True  # layers of multi-token prediction have adapters too
     whole: bool = False  # the weights of the base are in the checkpoint as well
     dora: bool = False  # the adapters have magnitudes
-    outer: bool = False  # experts share A of linear_fc1 and B of linear_fc2, which are read only
+    # the templates of the factors that all experts of a layer share, which are read only
+    outer: frozenset[str] = frozenset()
     # the starts of the keys of the factors of a linear_fc1 without a gate, of whose rows torch_dist
     # has the first halves of each tensor-parallel rank and then the second halves
     halved: frozenset[str] = frozenset()
@@ -307,7 +308,7 @@ class AdapterNames(Names):
                 for section in sections
             ]
             for one in (a, *(parts or [rest])):
-                if self.outer_factors.isdisjoint(one.of):
+                if self.outer.isdisjoint(one.of):
                     out.append(b._replace(rule=one))
                 else:
                     indices = tuple(index for index in one.indices if index != "expert")
@@ -326,16 +327,6 @@ class AdapterNames(Names):
                     lengths = lengths._replace(pack="qkv", heads=tp)
                 out.append(b._replace(rule=lengths))
         return out
-
-    @cached_property
-    def outer_factors(self) -> frozenset[str]:
-        """The templates of the factors that all experts of a layer share."""
-        return frozenset(
-            name_of(weight, B if module.bound.rule.tp == "row" else A, self.rank_of(weight))
-            for module in self.modules
-            for weight in module.of[:1]
-            if self.outer and "expert" in module.bound.rule.indices
-        )
 
     @property
     def objects(self) -> list[Bound]:
@@ -450,7 +441,7 @@ def shared(layout: Layout, names: AdapterNames) -> Layout:
 
 def _of_each_expert(s: Stored, names: AdapterNames) -> Stored:
     """Returns a factor that all experts share as one of each expert; other tensors unchanged."""
-    if names.outer_factors.isdisjoint(p.tensor.partition("@")[0] for p in s.pieces):
+    if names.outer.isdisjoint(p.tensor.partition("@")[0] for p in s.pieces):
         return s
     count = names.dims["num_experts"]
     layer, file, at = (np.repeat(column, count) for column in (s.layer, s.file, s.at))

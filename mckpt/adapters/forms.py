@@ -168,7 +168,7 @@ def form_adapters(
         root = shown(str(destination.root))
         remarks.append(f"ms-swift loads it with --mcore_adapter {root} {told}")
     if isinstance(source.named, AdapterNames) and source.named.outer:
-        remarks.append("experts that shared one factor of two have both, each its own")
+        remarks.append("experts that shared factors have each its own")
     laid, outputs = format.lay_out(request)
     held, layout = placing.placed(source, names, laid, chosen.members, chosen.equal)
     source = replace(source, held=held, has_states=False)

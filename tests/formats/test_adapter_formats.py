@@ -9,6 +9,8 @@ tests/helpers/bridge_adapters.py.
 fixtures/adapters/ungated.tar.xz has those of linear_fc1 in a Nemotron that 0.5.0 (DoRA) and
 0.5.1 saved at tp 2 with the same program.
 
+fixtures/adapters/shared.tar.xz has those of experts in a Qwen3-MoE that 0.3.1 saved at ep 2.
+
 fixtures/adapters/swift.tar.xz has an adapter of tiny-qwen3 that `megatron export` of ms-swift 4.6.0
 (mcore-bridge 1.6.5) made at tp 2 from the directory of PEFT that the test writes; the program is
 tests/helpers/swift_adapters.py.
@@ -17,6 +19,7 @@ tests/helpers/swift_adapters.py.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -464,7 +467,7 @@ def test_experts_that_share_one_factor_of_two(where: str, tmp_path: Path) -> Non
                     state["model"][key] = state["model"][key][0]
             torch.save(state, file)
         resharded = good("adapter", "reshard", given, tmp_path / "tp2", "--tp", 2, "--ep", 2)
-        assert "experts that shared one factor of two have both" in resharded.err
+        assert "experts that shared factors have each its own" in resharded.err
         good("adapter", "to-hf", tmp_path / "tp2", tmp_path / "back")
         assert lora.same(tmp_path / "back", tmp_path / "every")
     for number, adapter in enumerate((tmp_path / "every", given)):
@@ -768,6 +771,38 @@ def test_rows_of_an_fc1_without_a_gate_are_read_of_any_release(
                 wanted = np.concatenate([one / 8 for one in drawn]).astype(np.float32)
                 assert np.array_equal(found.pop(module + end), wanted)
             assert found.pop(module + "lora_A.weight").shape == (4, 48)
+        assert not found
+
+
+def test_an_adapter_that_all_experts_share_is_that_of_each(tmp_path: Path) -> None:
+    """Megatron-Bridge 0.3 has one for a layer. Its factors are those of `fill` in
+    tests/helpers/bridge_adapters.py, and with them its logits were those of the merged weights.
+    """
+    saved = unpack("adapters/shared", tmp_path) / "adapters"
+    like = ("--like", saved / "hf")
+    good("adapter", "reshard", saved / "0.3.1", tmp_path / "tp2", "--target-tp", 2, *like)
+    for number, place in enumerate((saved / "0.3.1", tmp_path / "tp2")):
+        good("adapter", "to-hf", place, tmp_path / f"{number}", *like)
+        found = adapters.weights(tmp_path / f"{number}")
+        for layer in range(2):
+            for fc, linears in (("fc1", ("gate_proj", "up_proj")), ("fc2", ("down_proj",))):
+                rows, columns = (128, 48) if fc == "fc1" else (48, 64)
+                start = f"decoder.layers.{layer}.mlp.experts.linear_{fc}.adapter."
+                shapes = {"linear_in": (4, columns), "linear_out": (rows, 4)}
+                a, b = (
+                    np.random.RandomState([zlib.crc32(f"{start}{end}.weight".encode()), 0, 0, 0, 0])
+                    .randn(*shape)
+                    .astype(np.float32)
+                    / 8
+                    for end, shape in shapes.items()
+                )
+                of_linears = np.split(b, len(linears))
+                for expert, (linear, own) in itertools.product(
+                    range(4), zip(linears, of_linears, strict=True)
+                ):
+                    module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{linear}"
+                    assert np.array_equal(found.pop(f"{module}.lora_A.weight"), a)
+                    assert np.array_equal(found.pop(f"{module}.lora_B.weight"), own)
         assert not found
 
 
