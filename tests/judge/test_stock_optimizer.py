@@ -22,8 +22,8 @@ if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.tra
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron import megatron_args
-from tests.formats import test_torchtitan
-from tests.helpers import fsdp_samples
+from tests.formats import test_orbax, test_torchtitan
+from tests.helpers import fsdp_samples, maxtext
 from tests.helpers.commands import good
 from tests.helpers.judged_models import DENSE, MOE, QWEN3
 from tests.helpers.judging import ask, explain, judge
@@ -169,3 +169,44 @@ def test_a_step_of_torchtitan_goes_on(tmp_path: Path) -> None:
         for state in ("master", "exp_avg", "exp_avg_sq"):
             own = after[f"{name}@{state}"].numpy()
             np.testing.assert_allclose(own, expected[state].numpy(), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.skipif(not maxtext.PYTHON, reason="ORBAX_PYTHON names no Python with Orbax")
+@pytest.mark.parametrize(
+    ("case", "form"), [("qwen3", "torch_dist"), ("qwen3", "torch"), ("qwen3-moe", "torch_dist")]
+)
+def test_a_step_of_maxtext_goes_on(case: str, form: str, tmp_path: Path) -> None:
+    """The trainer makes of the weights and states of optax what torch's own AdamW makes of them."""
+    import torch
+
+    source, step = test_orbax.trained(case, tmp_path, "ocdbt", "zarr3")
+    sizes = ["--target-ep", 2, "--target-etp", 1] * (case == "qwen3-moe")
+    args = ("reshard", step, tmp_path / "start", "--like", source, "--target-tp", 1, *sizes)
+    good(*args, "--dtype", "bf16", "--target-format", form)
+    flags = [*flags_of(tmp_path / "start"), *fsdp_samples.FLAGS, *DISTRIBUTED]
+    flags += ["--ckpt-format", form, "--weight-decay", "0.1", "--adam-beta2", "0.95"]
+    flags += ["--override-opt_param-scheduler", "--lr", "1e-3", "--min-lr", "0"]
+    paths = {"checkpoint": tmp_path / "start", "save": tmp_path / "on"}
+    ask("stock", te=True, world=2, flags=flags, resume=True, steps=1, **paths)
+    after = Checkpoint.open(tmp_path / "on").with_optimizer()
+    assert after.optimizer is not None
+    for group, decay in zip(after.optimizer.groups[0], (0.1, 0.0), strict=True):
+        assert (group["step"], group["lr"]) == (maxtext.STEPS + 1, 1e-3)
+        assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), decay)
+    model, start = Checkpoint.open(source), Checkpoint.open(tmp_path / "start")
+    for name in model:
+        weight = torch.from_numpy(model[name].numpy().copy()).requires_grad_()
+        adam = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        for _ in range(maxtext.STEPS):  # as optax: all weights decay
+            weight.grad = torch.from_numpy(maxtext.gradient(weight.detach().numpy()))
+            adam.step()
+        adam.param_groups[0]["weight_decay"] = 0.1 * (weight.ndim > 1)
+        # as tests/helpers/fsdp.py. The last bit of a master copy can change how it is rounded.
+        rounded = torch.from_numpy(start[name].numpy().astype("f4")).bfloat16()
+        assert (rounded - weight.detach()).abs().max() < 2**-8 * weight.detach().abs().max()
+        weight.grad = (rounded * 3 + 0.01).float()
+        adam.step()
+        expected = {"master": weight.detach(), **adam.state[weight]}
+        for state in ("master", "exp_avg", "exp_avg_sq"):
+            own = after[f"{name}@{state}"].numpy()
+            np.testing.assert_allclose(own, expected[state].numpy(), rtol=2e-6, atol=2e-8)
