@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +378,9 @@ def dropped(source: Checkpoint, check_replicas: bool) -> list[str]:
     if source.merging and (summands := source.merging.summands):
         return [text for one in summands for text in dropped(one, check_replicas)]
     look = check_replicas or not source.is_megatron
-    if look and (apart := source.reader.check_replicas()):
+    # as the files have them: an edit may cut a tensor into a piece for each row
+    plain = source if source.merging is None else replace(source, merging=None)
+    if look and (apart := plain.reader.check_replicas()):
         tied = not source.is_megatron and source.dims["tied"]
         raise SourceError.of(
             f"{source.path}: holds different copies of one tensor, and mckpt cannot tell which"

@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import mckpt
-from mckpt.checkpoint.logical import LogicalTensor
+from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.editing import tokens
 from mckpt.editing.tokens import Tokenizer
 from mckpt.editing.vocabulary import _noise
-from mckpt.errors import UsageError
+from mckpt.errors import SourceError, UsageError
 from tests.formats.test_edit import Tensors, made, same, written
 from tests.helpers import tiny
 from tests.helpers.commands import good, refused
@@ -106,6 +106,29 @@ def test_rows_go_where_a_map_says(case: str, tmp_path: Path) -> None:
     good("edit", dist, megatron, "--recipe", recipe, "--tp", 4)
     assert not mckpt.diff(out, megatron)
     assert mckpt.check(megatron).verdict == "sound"
+
+
+def test_copies_of_the_embedding_are_compared_as_the_files_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not row by row, as the edit cuts them."""
+    source = made("deepseek-v3", tmp_path)
+    tensors, count = load_file(source / "model.safetensors"), mckpt.open(source).dims["vocab_size"]
+    (tmp_path / "ids.json").write_text(json.dumps({n: count - 1 - n for n in range(count)}))
+    step, compared = f"vocab: {{map: {tmp_path / 'ids.json'}}}", list[str]()
+    real = Reader._same
+
+    def noted(self: Reader, held: Any, row: int, name: str, check: Any) -> bool:
+        compared.append(name)
+        return real(self, held, row, name, check)
+
+    monkeypatch.setattr(Reader, "_same", noted)
+    mckpt.edit(source, tmp_path / "out", [step])
+    assert sorted(compared) == ["embed.weight", "lm_head.weight"]
+    copy = next(name for name in tensors if name.endswith("layers.4.embed_tokens.weight"))
+    tiny.write_weights(source, tensors | {copy: -tensors[copy]})
+    with pytest.raises(SourceError, match=r"embed\.weight: its copy in"):
+        mckpt.edit(source, tmp_path / "apart", [step])
 
 
 def test_rows_change_places_in_a_vocabulary_of_the_same_size(tmp_path: Path) -> None:
