@@ -5,7 +5,7 @@ Every function is called by all ranks of the model, and fails on all of them or 
 """
 
 from mckpt.live.boxes import engine_boxes, model_boxes
-from mckpt.live.deltas import Delta, Deltas, apply_delta
+from mckpt.live.deltas import Delta, DeltaBucket, Deltas, apply_delta
 from mckpt.live.direct import Boxes
 from mckpt.live.flat import FlatBucket, FlatTensor
 from mckpt.live.loading import load
@@ -17,6 +17,7 @@ from mckpt.live.syncing import Shard, Slice, Sync, hf_tensors
 __all__ = [
     "Boxes",
     "Delta",
+    "DeltaBucket",
     "Deltas",
     "Described",
     "FlatBucket",

@@ -396,13 +396,6 @@ class Sync:
             self._note(error)
         return []
 
-    def _noted(self, found: Iterable[T]) -> Iterator[T]:
-        """Yields what this rank alone makes, as far as it does not fail, as `_tried`."""
-        try:
-            yield from found
-        except Exception as error:
-            self._note(error)
-
     def _note(self, error: Exception) -> None:
         """Notes the error of this rank, and frees what a call that fails does not need."""
         self._refused = self._refused or told(error)

@@ -70,7 +70,8 @@ def main(work: Path) -> int:
         cases.append({**one, "loads": one["loads"][:1], "sources": sources})
     for case, size in DELTAS.items():
         one = {**case_of(work, case, size), "deltas": [0, 0.02, 0.1, 1], "times": 2, "saves": []}
-        cases.insert(0, {**one, "name": f"{case}-deltas"})
+        for where in ("host", "device"):
+            cases.insert(0, {**one, "name": f"{case}-deltas-{where}", "where": where})
     out = work / "results"
     out.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))

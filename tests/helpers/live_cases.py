@@ -200,7 +200,7 @@ def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
     load.load(chunks, args, case["checkpoint"])
     like, options = case["like"], {"bucket_bytes": "96KiB", **case.get("options", {})}
     whole = live.Sync(chunks, like=like, **options)
-    sync = live.Sync(chunks, like=like, delta="host", **options)
+    sync = live.Sync(chunks, like=like, delta=case.get("where", "host"), **options)
     wrong: dict[str, list[str]] = {}
     sent: dict[str, list[int]] = {}
     engine = {name: torch.zeros_like(tensor) for name, tensor in whole()}
@@ -214,11 +214,27 @@ def run_deltas(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, 
             before, deltas = version, sync()
             assert deltas.base_version == version
             with counted_bytes() as some:
-                version = live.apply_delta(engine, deltas, version)
+                if number % 2:
+                    version = by_buckets(engine, deltas)
+                else:
+                    version = live.apply_delta(engine, deltas, version)
             assert version == before + 1
             wrong[f"{number} {share}"] = unlike(on_the_host(engine.items()), right)
             sent[str(share)] = [some[0], full[0]]
     return {"wrong": wrong, "sent": sent, **delta_faults(chunks, like)}
+
+
+def by_buckets(engine: dict[str, torch.Tensor], deltas: live.Deltas) -> int:
+    """Applies deltas from their flat form, and returns their version."""
+    for bucket in deltas.buckets():
+        first = 0
+        for name, count in zip(bucket.names, bucket.counts, strict=True):
+            part = slice(first, first := first + count)
+            if bucket.indices is None:
+                engine[name].copy_(bucket.values)
+            else:
+                engine[name].view(-1)[bucket.indices[part]] = bucket.values[part]
+    return deltas.version
 
 
 def change(chunks: list[Any], share: float, seed: int, flip: int = 0, of: str = "") -> None:
