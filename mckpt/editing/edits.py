@@ -28,6 +28,7 @@ import msgspec
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.editing.pieces import is_made
 from mckpt.errors import UsageError
+from mckpt.formats.scaling import scaled_again
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import proved
 from mckpt.mapping import Dims, MappingFile
@@ -151,6 +152,7 @@ class Editing(Addition):
         for edit in self.edits:
             after = edit.dims(dims)
             base, dims = edit.layout(base, dims), after
+            base = base if edit.last else scaled_again(base)
             held = {name for s in base.stored for name in s.tensors}
             shapes = {name: shape for name, shape in base.shapes.items() if name in held}
             base = replace(base, shapes=shapes)  # the next edit must not see those left out

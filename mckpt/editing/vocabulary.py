@@ -29,6 +29,7 @@ from mckpt.formats.hf_config import (
     is_of_tokenizer,
     side_files,
 )
+from mckpt.formats.scaling import scaled_again
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims
@@ -437,7 +438,8 @@ def _means(layout: Layout, name: str, rows: Sequence[Sequence[int]]) -> np.ndarr
     every = np.array([*itertools.chain.from_iterable(rows)])
     stored = [part for s in layout.stored for part in _moved(s, {name}, every)]
     shapes = {name: (len(every), *layout.shapes[name][1:])}
-    values = _read(Reader(replace(layout, stored=stored, shapes=shapes))[name], 0, len(every))
+    layout = scaled_again(replace(layout, stored=stored, shapes=shapes))
+    values = _read(Reader(layout)[name], 0, len(every))
     counts = np.array([*map(len, rows)])
     return np.asarray(np.add.reduceat(values, np.cumsum(counts) - counts) / counts[:, None])
 

@@ -29,7 +29,8 @@ def scaled(s: Stored, factor: float, names: Collection[str] | None = None) -> St
             start = piece.start * itemsize(s.stored_as)
             words = [Sum(at + start, down, along, 0, 0, (term,)).words() for at in s.at.tolist()]
             added[number] = np.array(words, "i8").reshape(len(s), -1, WIDTH)
-    return replace(s, added=added, term=SUM)
+    # `Rows` have no numbers of their pieces
+    return replace(s, pieces=tuple(s.pieces), added=added, term=SUM)
 
 
 def with_factors(layout: Layout, factors: Mapping[str, float]) -> Layout:
@@ -53,6 +54,19 @@ def with_factors(layout: Layout, factors: Mapping[str, float]) -> Layout:
             s = replace(s, added={})
             if not math.isclose(own * factor, 1, rel_tol=1e-6):
                 s = scaled(s, own * factor, here)
+        stored.append(s)
+    return replace(layout, stored=stored)
+
+
+def scaled_again(layout: Layout) -> Layout:
+    """Returns a layout whose stored tensors are multiplied as before their pieces were cut, joined
+    or put elsewhere. All computed values of the layout are such products.
+    """
+    stored = list[Stored]()
+    for s in layout.stored:
+        if s.added:
+            factor = Sum.of(next(iter(s.added.values()))[0]).terms[0].coefficient
+            s = scaled(s, factor)
         stored.append(s)
     return replace(layout, stored=stored)
 

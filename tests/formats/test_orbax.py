@@ -361,6 +361,32 @@ def test_the_factor_of_the_queries_is_said_and_rounded_as_maxtext_does(
     assert apart[key.replace("layers", "layers_2")].tobytes() == stored[key][:, 2].tobytes()
 
 
+def test_rows_and_columns_of_an_edit_keep_the_factors_of_maxtext(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = model_of("gemma2", tiny_model, tmp_path)
+    count = mckpt.open(source).dims["vocab_size"]
+    tiny.write_json(tmp_path / "ids.json", {str(n): count - 1 - n for n in range(count)})
+    step = ("--edit", f"vocab: {{map: {tmp_path / 'ids.json'}}}")
+    good("edit", source, tmp_path / "out", *step, "--format", "orbax", *accepted("gemma2"))
+    arrays, key = expected(source), f"{maxtext.PREFIX}token_embedder.embedding"
+    turned = {**arrays, key: np.ascontiguousarray(arrays[key][::-1])}
+    same(by_tensorstore(tmp_path / "out" / "release" / "items"), turned)
+    good("megatron-to-hf", tmp_path / "out", tmp_path / "there")
+    good("edit", tmp_path / "out", tmp_path / "back", *step, "--format", "hf")
+    there, back = arrays_of(tmp_path / "there"), arrays_of(tmp_path / "back")
+    name = "model.embed_tokens.weight"
+    same(back, {**there, name: np.ascontiguousarray(there[name][::-1])})
+    out = written(tiny_model("llama"), tmp_path / "llama", *ACCEPT)
+    good("megatron-to-hf", out, tmp_path / "whole")
+    narrow = ("--edit", "prune: {hidden: [20-31, 3-9]}", "--format", "hf")
+    good("edit", out, tmp_path / "narrow", *narrow)
+    whole, kept = arrays_of(tmp_path / "whole"), [*range(20, 32), *range(3, 10)]
+    for name, array in arrays_of(tmp_path / "narrow").items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            assert array.tobytes() == whole[name][:, kept].tobytes(), name
+
+
 def test_damage_is_found(tiny_model: TinyModel, tmp_path: Path) -> None:
     """A file that is cut or not there is an error, and so is a changed byte of an index. Chunks
     have no checksum; those that mckpt wrote have one in mckpt.json.
