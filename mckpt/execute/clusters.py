@@ -24,9 +24,10 @@ from mckpt.values.element import Cast
 GAP = 8 << 10
 # bytes; a transposed source is read in runs of at least this, the page that the kernel reads anyway
 SECTOR = 4 << 10
-# bytes; spans whose distance is a multiple of this share few cache sets: a transpose across them
-# ran at 0.2 GB/s instead of 2
-CONFLICT = 256
+# bytes of transposed rows that are placed and written at a time, which the cache holds: 1 MiB took
+# 10% more CPU time, 8 MiB take more memory
+TURNED = 2 << 20
+LEAST = 32  # such rows, unless there are fewer: their words fill the cache lines of the source
 # one call of numpy gathers the copies of at least MANY columns or rows, of SHORT items on average
 MANY, SHORT = 8, 64
 SAME = -1  # the cast of a copy whose dtype stays
@@ -89,11 +90,9 @@ class Band(NamedTuple):
         read takes them all.
         """
         num, width = self.num or (rows if self.advance else 1), self.width + (rows - 1) * self.grow
-        if num == 1 or (
-            self.pitch - width <= GAP and not (self.grow and self.pitch % CONFLICT == 0)
-        ):
-            return num, width, self.pitch, True
-        return num, width, width if width % CONFLICT else width + 64, False
+        # spans of transposed rows are long, and only they stay in the buffer
+        whole = num == 1 or self.pitch - width <= (0 if self.grow else GAP)
+        return num, width, self.pitch if whole else width, whole
 
     def bytes(self, rows: int) -> int:
         """Returns the bytes that the spans take in a buffer."""
@@ -205,9 +204,16 @@ class Cluster:
                 Strip(c.dst_file, c.dst_at, c.dst_pitch, c.run * c.dst_item, count, c.dst_step)
             )
 
+    def tile(self, rows: int) -> int:
+        """Returns how many of `rows` rows in a buffer are placed and written at a time: all, or few
+        transposed ones.
+        """
+        width = sum(strip.width for strip in self.strips)
+        return min(rows, max(LEAST, TURNED // width)) if self.transposed else rows
+
     def places(self, rows: int) -> tuple[list[int], list[int], int]:
-        """Returns the offsets of the bands and of the strips in a buffer for `rows` rows, and the
-        bytes of that buffer with its scratch memory.
+        """Returns the offsets of the bands of `rows` rows and of the strips of a tile in a buffer,
+        and the bytes of that buffer with its scratch memory.
         """
         at, bands, strips = 0, list[int](), list[int]()
         for band in self.bands:
@@ -215,11 +221,12 @@ class Cluster:
             at = _up(at) + band.at % 16
             bands.append(at)
             at += band.bytes(rows)
+        tile = self.tile(rows)
         for strip in self.strips:
             at = _up(at)
             strips.append(at)
-            at += strip.width * rows
-        return bands, strips, at + max((c.scratch(rows) for c in self.cast), default=0)
+            at += strip.width * tile
+        return bands, strips, at + max((c.scratch(tile) for c in self.cast), default=0)
 
     def rows_within(self, limit: int, most: int) -> int:
         """Returns the most rows, up to `most`, that a buffer of `limit` bytes takes; may be 0."""
@@ -278,15 +285,17 @@ class Cluster:
         index = np.arange(total) + np.repeat(at // item - np.cumsum(each) + each, each)
         source = np.ndarray((rows, pitch // item), f"V{item}", memory, first[0])
         place, strides = first[1] + int(to[0]), (strip.width, item)
-        return Gather(source, index, np.ndarray((rows, total), f"V{item}", memory, place, strides))
+        shape = self.tile(rows), total
+        return Gather(source, index, np.ndarray(shape, f"V{item}", memory, place, strides))
 
     def views(
         self, rows: int, memory: memoryview, casts: Sequence[Cast], numbers: Sequence[int]
     ) -> list[tuple[Copy, np.ndarray, np.ndarray]]:
-        """Returns copies of these numbers, each with its source and its target in the buffer, both
-        [rows, run].
+        """Returns copies of these numbers, each with its source in the buffer, [rows, run], and its
+        target there, [tile, run].
         """
         bands, strips, _ = self.places(rows)
+        tile = self.tile(rows)
         out = []
         for i in numbers:
             c, b, s = self.copies[i], self.band_of[i], self.strip_of[i]
@@ -298,7 +307,8 @@ class Cluster:
             strides = (c.src_pitch, pitch) if c.transposed else (pitch, c.src_step)
             src = np.ndarray(shape, src_type, memory, bands[b] + c.src_at - band.at, strides)
             strides = strip.width, c.dst_step if strip.num == 1 else c.dst_item
-            dst = np.ndarray(shape, dst_type, memory, strips[s] + c.dst_at - strip.at, strides)
+            at = strips[s] + c.dst_at - strip.at
+            dst = np.ndarray((tile, c.run), dst_type, memory, at, strides)
             out.append((c, src, dst))
         return out
 

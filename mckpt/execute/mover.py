@@ -17,7 +17,14 @@ from mckpt.errors import UsageError
 from mckpt.execute.chains import Chain
 from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
-from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, read_or_fetch, write_at
+from mckpt.execute.files import (
+    OpenFiles,
+    copy_in_kernel,
+    read_at,
+    read_or_fetch,
+    read_spans,
+    write_at,
+)
 from mckpt.execute.measuring import Measured
 from mckpt.execute.quantising import (
     Cell,
@@ -325,7 +332,8 @@ class _SlabCopy:
         self.written += chain.unsummed(ROW_SUM)
 
     def stage(self, cluster: Cluster, row: int, end: int) -> None:
-        """Copies rows [row, end) of a cluster, as many at a time as the buffer takes.
+        """Copies rows [row, end) of a cluster. It reads as many at a time as the buffer takes, and
+        places and writes them in tiles (`Cluster.tile`).
 
         If too few rows fit, it cuts the cluster in halves. Raises UsageError if one element is too
         large.
@@ -354,22 +362,27 @@ class _SlabCopy:
         gathers, single = cluster.gathers(rows, self.memory)
         views = cluster.views(rows, self.memory, self.mover.casts, single)
         bands, strips, _ = cluster.places(rows)
-        for r in range(row, end, rows):
+        tile = cluster.tile(rows)
+        for first in range(row, end, rows):
             self.check()
-            count = min(rows, end - r)
+            last = min(first + rows, end)
             for band, place in zip(cluster.bands, bands, strict=True):
-                self._fill(band, place, r, count, rows)
-            for c, src, dst in views:
-                self._place(c, src[:count], dst[:count], r)
-            for g in gathers:
-                # numpy would fill a buffer of its own in the mode "raise", or with gaps in `out`
-                if g.target.flags.c_contiguous:
-                    np.take(g.source[:count], g.columns, axis=1, out=g.target[:count], mode="clip")
-                    continue
-                for source, target in zip(g.source[:count], g.target[:count], strict=True):
-                    np.take(source, g.columns, out=target, mode="clip")
-            for strip, place in zip(cluster.strips, strips, strict=True):
-                self._flush(strip, self.memory[place : place + count * strip.width], r, count)
+                self._fill(band, place, first, last - first, rows)
+            for r in range(first, last, tile):
+                count = min(tile, last - r)
+                here = slice(r - first, r - first + count)
+                for c, src, dst in views:
+                    self._place(c, src[here], dst[:count], r)
+                for g in gathers:
+                    found, to = g.source[here], g.target[:count]
+                    # numpy fills a buffer of its own in the mode "raise", or with gaps in `out`
+                    if to.flags.c_contiguous:
+                        np.take(found, g.columns, axis=1, out=to, mode="clip")
+                        continue
+                    for source, target in zip(found, to, strict=True):
+                        np.take(source, g.columns, out=target, mode="clip")
+                for strip, place in zip(cluster.strips, strips, strict=True):
+                    self._flush(strip, self.memory[place : place + count * strip.width], r, count)
 
     def _fill(self, band: Band, place: int, row: int, rows: int, most: int) -> None:
         """Reads a band's spans for `rows` rows from `row` on into a buffer laid out for `most`."""
@@ -379,9 +392,14 @@ class _SlabCopy:
         if whole:
             self._read(band.file, self.memory[place : place + (num - 1) * pitch + width], at)
             return
-        for i in range(num):
-            start = place + i * pitch
-            self._read(band.file, self.memory[start : start + width], at + i * band.pitch)
+        fd, path = self.src[band.file], self.mover.sources.paths[band.file]
+        places = range(place, place + num * pitch, pitch)
+        spans = [(at + i * band.pitch, self.memory[p : p + width]) for i, p in enumerate(places)]
+        if band.grow and not is_remote(fd):  # thousands, of which one call reads many
+            read_spans(fd, spans, path)
+            return
+        for start, view in spans:
+            read_at(fd, view, start, path)
 
     def _place(self, c: Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
         """Places the values of one copy in the buffer; `row` is their first row.

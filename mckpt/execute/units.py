@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mckpt.execute.clusters import MANY, SAME, SECTOR
+from mckpt.execute.clusters import MANY, SAME, SECTOR, TURNED
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.values.dtypes import itemsize
 from mckpt.values.element import MIX, SUM, Cast
@@ -79,7 +79,10 @@ class Work(NamedTuple):
         quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
         if not quantises.any():
             w, starts = _clustered(_normal(copies, casts))
-            return cls(w, np.append(starts, np.int32(len(w))), _numbered(_slabs(w, starts), unit))
+            slabs = _slabs(w, starts)
+            slow = np.logical_or.reduceat(_transposed(w), starts) if len(starts) else starts
+            bounds = np.append(starts, np.int32(len(w)))
+            return cls(w, bounds, _numbered(slabs, unit, slow))
         w, starts = _clustered(_normal(copies[~quantises], casts))
         slabs = _slabs(w, starts)
         banded, bands, more = _quantised(copies[quantises], casts, joined.grids)
@@ -93,13 +96,13 @@ class Work(NamedTuple):
         return bool(is_ranges(self.copies).all())
 
     def transposed_bytes(self) -> int:
-        """Returns the bytes of memory in which the largest transposed slab can be moved whole; 0 if
-        not much is transposed.
+        """Returns the bytes of memory in which the largest transposed slab can be moved whole, with
+        the rows of it that are written at a time; 0 if not much is transposed.
         """
         if not mostly_transposed(self.copies):
             return 0
         crossed = np.logical_or.reduceat(_transposed(self.copies), self.bounds[:-1])
-        return 2 * int(self.slabs["bytes"][crossed[self.slabs["cluster"]]].max())
+        return TURNED + int(self.slabs["bytes"][crossed[self.slabs["cluster"]]].max())
 
     def cluster(self, slab: int) -> np.ndarray:
         """Returns the copies of a slab's cluster."""
@@ -392,10 +395,17 @@ def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return out
 
 
-def _numbered(slabs: np.ndarray, nbytes: int) -> np.ndarray:
-    """Sets the unit of each slab, of about nbytes, and returns the slabs."""
-    unit = np.cumsum(slabs["bytes"])
-    unit -= slabs["bytes"]
+def _numbered(slabs: np.ndarray, nbytes: int, slow: np.ndarray | None = None) -> np.ndarray:
+    """Sets the unit of each slab, of about nbytes, and returns the slabs.
+
+    slow: the clusters that transpose. Processes share the units, so that beside such clusters the
+    bytes of others, which take half of the time, count half.
+    """
+    cost = slabs["bytes"]
+    if slow is not None and slow.any():
+        cost = np.where(slow[slabs["cluster"]], cost, cost // 2)
+    unit = np.cumsum(cost)
+    unit -= cost
     unit //= nbytes
     slabs["unit"] = unit
     return slabs

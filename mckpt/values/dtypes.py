@@ -111,14 +111,22 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
     Values that are too large become infinite.
     """
     m, n = src.shape
-    if n > LINES and m > 1 and src.strides[1] > src.strides[0]:
+    down, along = src.strides
+    if n > LINES and m > 1 and along > down:
         for j in range(0, n, LINES):
             cast(src[:, j : j + LINES], out[:, j : j + LINES])
         return
-    down, along = src.strides
-    if src.dtype == out.dtype and down == src.itemsize < min(along, WORD) and min(m, n) >= WORD:
-        _transpose(src, out)
-        return
+    if down == src.itemsize < min(along, WORD) and min(m, n) >= WORD:
+        if src.dtype == out.dtype:
+            _transpose(src, out)
+            return
+        if m * n > PIECE:
+            for part in pieces(m, n):
+                cast(src[part], out[part])
+            return
+        turned = np.empty(src.shape, src.dtype)
+        _transpose(src, turned)
+        src = turned
     table = _table(src.dtype, out.dtype)
     if table is None:
         with np.errstate(all="ignore"):
@@ -134,18 +142,21 @@ def _transpose(src: np.ndarray, out: np.ndarray) -> None:
     """Fills `out` [m, n] with `src` [m, n], in which the elements of a column follow each other.
 
     It moves words of several rows, and then puts the parts of these into order, while they are in
-    L1: 2.4 GB/s of elements of two bytes, instead of 0.7.
+    L1: 3.7 GB/s of elements of two bytes, instead of 0.4.
     """
     each, n = WORD // src.itemsize, src.shape[1]  # rows in a word
     codes, to = src.view(f"u{src.itemsize}"), out.view(f"u{src.itemsize}")
     count = len(src) // each
-    words = codes[: count * each].T.view(f"u{WORD}").T  # [count, n]
-    down, along = to.strides
-    strides = each * down, down, along
+    words = codes[: count * each].T.view(f"u{WORD}")  # [n, count]
+    # Columns of matrices are often powers of two apart, and so share few cache sets: 2.1 GB/s.
+    apart = np.empty((n, WORDS + 1), words.dtype)
+    rows = to[: count * each].reshape(count, each, n)
     for row in range(0, count, WORDS):
-        held = words[row : row + WORDS].copy()
-        parts = held.view(codes.dtype).reshape(len(held), n, each).transpose(0, 2, 1)
-        np.copyto(np.lib.stride_tricks.as_strided(to[row * each :], parts.shape, strides), parts)
+        part = words[:, row : row + WORDS]
+        near = apart[:, : part.shape[1]]
+        np.copyto(near, part)
+        parts = near.T.copy().view(codes.dtype).reshape(-1, n, each)
+        np.copyto(rows[row : row + WORDS], parts.transpose(0, 2, 1))
     np.copyto(to[count * each :], codes[count * each :])
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from mckpt.lazy import numpy as np
 from mckpt.values.adding import CHUNK, FACTORS, WIDTH, Factor, Lengths, Read, lines
+from mckpt.values.dtypes import cast
 from mckpt.values.shared import Scratch
 
 BASE = -1  # the file of the term that stands for the base
@@ -160,7 +161,12 @@ def average(
             total = total_of(flat, coefficients, rounded).reshape(own.shape)
             if offset:
                 total += np.float32(offset)
-            np.copyto(out[part], total, casting="unsafe")
+            if turned:  # in the order of the file, and then that of the target
+                near = _scratch.of("near", own.shape, out.dtype.name)
+                np.copyto(near, total, casting="unsafe")
+                cast(near.T, out[part].T)
+            else:
+                np.copyto(out[part], total, casting="unsafe")
 
 
 _scratch = Scratch()

@@ -84,6 +84,15 @@ def test_an_execution_adds_the_offset_before_it_rounds(tmp_path, src, dst):
     assert got == want.tobytes()
 
 
+@pytest.mark.parametrize("kinds", [("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_a_transpose_casts_as_numpy_does(kinds):
+    source, target = map(numpy_dtype, kinds)
+    stored = RNG.standard_normal((1200, 303)).astype("f4").astype(source)  # more than a piece
+    out = np.zeros((303, 1200), target)
+    dtypes.cast(stored.T, out)
+    assert out.tobytes() == stored.astype(target).T.tobytes()
+
+
 def test_pieces_cover_each_element_once():
     for shape in [
         (1, 1),

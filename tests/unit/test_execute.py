@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mckpt import errors
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import files, piecewise, ray_tasks, units
+from mckpt.execute import clusters, files, piecewise, ray_tasks, units
 from mckpt.execute.clusters import Cluster, Copy
 from mckpt.execute.engine import execute, most_threads
 from mckpt.execute.transfer import CopySettings, Transfer
@@ -182,10 +182,13 @@ def test_each_source_byte_is_read_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("writer", ["rows", "columns"])
-def test_a_transpose_is_copied(tmp_path, budget, writer):
+@pytest.mark.parametrize("tile", [1, 40, 500])
+def test_a_transpose_is_copied(tmp_path, monkeypatch, budget, writer, tile):
     """Transposes (300, 500) to (500, 300), with moves that follow the target rows or the source
-    rows.
+    rows. tile: rows that are written at a time.
     """
+    monkeypatch.setattr(clusters, "TURNED", tile * 600)
+    monkeypatch.setattr(clusters, "LEAST", 1)
     c = {
         "rows": copy(500, 300, (0, 10, 2, 1000), (0, 6, 600, 2)),
         "columns": copy(300, 500, (0, 10, 1000, 2), (0, 6, 2, 600)),
@@ -202,22 +205,36 @@ def test_a_transpose_is_copied(tmp_path, budget, writer):
 
 
 def test_transposed_matrices_get_as_many_threads_as_have_memory_for_a_slab():
-    """Two matrices of 32,000,000 bytes, in slabs of 16 MiB, and a column shard, which is flat."""
+    """Two matrices of 32,000,000 bytes, in slabs of 16 MiB, and a column shard, which is flat. A
+    thread needs memory for a slab, and for the 2 MiB that it writes at a time.
+    """
     crossed = [
         copy(4000, 4000, (0, 0, 2, 8000), (0, 0, 8000, 2)),
         copy(4000, 4000, (1, 0, 8000, 2), (1, 0, 2, 8000)),
     ]
     plain = copy(4000, 4000, (2, 0, 16000, 2), (2, 0, 8000, 2))
     for plan, memory, threads in (
-        ([*crossed, plain], 64_000_000, 1),
+        ([*crossed, plain], 64_000_000, 3),
         (crossed, 32_000_000, 1),
-        (crossed, 200_000_000, 5),  # a slab has half of a matrix
+        (crossed, 100_000_000, 5),
         (crossed, 2_000_000_000, 8),
         ([plain], 64_000_000, 8),
     ):
         moved = transfer(copies(*plan), SAME)
         work = units.Work.of(moved.joined)
         assert most_threads(work, moved, 16, memory) == threads, (plan, memory)
+
+
+def test_processes_that_transpose_get_half_of_the_bytes_of_others():
+    """In the order of the units, of which each process does as many: 1.6 GB that are transposed,
+    and 1.6 GB that are not.
+    """
+    crossed = [copy(4000, 4000, (n, 0, 2, 8000), (n, 0, 8000, 2)) for n in range(50)]
+    plain = [copy(1, 16_000_000, (n, 0, 0, 2), (n, 0, 0, 2)) for n in range(50, 100)]
+    work = units.Work.of(transfer(copies(*crossed, *plain), SAME).joined)
+    files = [int(work.cluster(slab)["src_file"][0]) for slab in range(len(work.slabs))]
+    turned = int(work.slabs["unit"][files.index(50)])
+    assert abs(int(work.slabs["unit"][-1]) - 1.5 * turned) <= 1
 
 
 @pytest.mark.parametrize("budget", [32 << 10, *BUDGETS])
