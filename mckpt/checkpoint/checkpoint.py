@@ -58,6 +58,12 @@ class Addition(ABC):
         """Returns the dims of the changed model."""
         return dims
 
+    def layers(self, before: list[int]) -> list[int] | None:
+        """Returns those of the layers `before` that the changed model has, in its order, None if it
+        has layers of several models.
+        """
+        return before
+
     @property
     def dialect(self) -> str:
         """Returns the name of the dialect that can hold the changed model, "" if others can."""
@@ -242,6 +248,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the names of the dims that edits have changed."""
         stored = self.model.dims if self.merging else {}
         return [name for name, value in stored.items() if not mapping.equal(self.dims[name], value)]
+
+    @property
+    def kept_layers(self) -> list[int] | None:
+        """Returns the number that each layer had before the edits, None if they have layers of
+        several models.
+        """
+        before = list(range(self.model.dims["num_layers"]))
+        return before if self.merging is None else self.merging.layers(before)
 
     def files_beside(self, files: Mapping[str, Path | bytes]) -> dict[str, Path | bytes]:
         """Returns files beside the weights, as what changes the model changes them."""

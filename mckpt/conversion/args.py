@@ -302,24 +302,21 @@ def _bridge_mapping_file(decided: Decided) -> MappingFile:
 def _changed_run_config(
     decided: Decided, file: MappingFile, model: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the entries of `model` that a conversion changes in the source's run_config.yaml."""
+    """Returns the entries of `model` that a conversion changes in the source's run_config.yaml, and
+    null for those that the model no longer has.
+    """
     source, target = decided.source, decided.target
+    stated = run_config.read_model(source.opened.root / RUN_CONFIG)
     out = run_config.sizes(decided.names.parallel)
     out |= {key: model[key] for key in file.keys_with("stages") if key in model}
-    out |= dict.fromkeys(
-        file.outdated & run_config.read_model(source.opened.root / RUN_CONFIG).keys()
-    )
-    for name in source.edited:
-        spec = file.dims.get(name)
-        out |= {key: model[key] for key in (spec.keys if spec else ()) if key in model}
+    out |= dict.fromkeys(file.outdated & stated.keys())
+    edited = {*source.edited, *(["mtp_layers"] * source.files.options.no_mtp)}
+    changed = [key for name in edited & file.dims.keys() for key in file.dims[name].keys]
     if source.edited:
-        found = file.following(source.model.dims, source.dims)
-        out |= {key: model[key] for key in found if key in model}
+        changed += file.following(source.model.dims, source.dims)
     if "num_experts" in source.edited:
-        keys = (*OF_EXPERTS, "transformer_layer_spec")
-        out |= {key: model[key] for key in keys if key in model}
-    if source.files.options.no_mtp:
-        out |= {key: model.get(key) for key in file.dims["mtp_layers"].keys}
+        changed += [*OF_EXPERTS, "transformer_layer_spec"]
+    out |= {key: model.get(key) for key in changed if key in model or key in stated}
     if target.dtype is not None:
         out |= {k: model[k] for k in ("params_dtype", "pipeline_dtype", "bf16", "fp16")}
     if target.grouped_experts is not None:

@@ -174,7 +174,7 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         return family, adopted_config(source, base), note
     overruled, added = source.model.overruled, source.model.corrected(base)
     if source.edited:
-        base = family.followed(base, source.model.dims, source.dims)
+        base = family.followed(base, source.model.dims, source.dims, source.kept_layers)
     edited = family.to_restate(base, source.dims, source.edited)
     by_set = {*overruled, *source.files.options.dims}
     mtp = "--no-mtp" if source.files.options.no_mtp else "the args"

@@ -715,7 +715,7 @@ def side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if source.files.options.no_mtp:
         wrong += source.model.corrected(config)
     if family is not None and source.edited:
-        config = family.followed(config, source.model.dims, source.dims)
+        config = family.followed(config, source.model.dims, source.dims, source.kept_layers)
         wrong += family.to_restate(config, source.dims, source.edited)
     if family is not None and (wrong or source.edited):
         config = family.restate(config, source.dims, wrong)

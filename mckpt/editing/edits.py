@@ -100,6 +100,12 @@ class Edit(ABC):
     def dims(self, dims: Dims) -> Dims:
         """Returns the dims of the edited model."""
 
+    def layers(self, before: list[int] | None) -> list[int] | None:
+        """Returns those of the layers `before` that the edited model has, in its order. None: they
+        are of several models.
+        """
+        return before
+
     def family(self, family: MappingFile | None, dims: Dims) -> MappingFile | None:
         """Returns the family of the edited model, None if there is none. family: before. dims:
         those of the edited one.
@@ -127,6 +133,9 @@ class Editing(Addition):
 
     def dims(self, dims: Dims) -> Dims:
         return reduce(lambda found, edit: edit.dims(found), self.edits, dims)
+
+    def layers(self, before: list[int] | None) -> list[int] | None:
+        return reduce(lambda found, edit: edit.layers(found), self.edits, before)
 
     @property
     def dialect(self) -> str:

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import EXACT, KEPT, Edit
 from mckpt.editing.pieces import again, is_moment, zeroed
 from mckpt.errors import UsageError, counted
+from mckpt.formats.base import Names
 from mckpt.geometry.box import ZEROS, Layout, Stored
+from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, plain
-from mckpt.mapping.schema import SHAPE, schema
+from mckpt.mapping.schema import CARRIED, SHAPE, schema
 
 LAYER = "{layer}"
 # dims that are lists, and not one value for each layer
@@ -31,9 +34,11 @@ class Layers(Edit):
 
     order: for each new layer the number of the source's, and whether the copy is silent: its
         outputs are multiplied by zero, so that it adds nothing to the residual stream.
+    starts: what stands before the number of a layer in the keys of its carried tensors.
     """
 
     order: tuple[tuple[int, bool], ...]
+    starts: tuple[str, ...] = ()
 
     @staticmethod
     def of(given: dict[str, Any], dims: Dims) -> Layers:
@@ -52,6 +57,9 @@ class Layers(Edit):
             raise ValueError(f"{how!r} is not one of keep, drop, order and silent_after")
         silent = ((one, *([(one[0], True)] * numbers.count(one[0]))) for one in heard)
         return Layers(tuple(itertools.chain.from_iterable(silent)))
+
+    def of_source(self, source: Checkpoint, dims: Dims, before: Sequence[Edit]) -> Layers:
+        return replace(self, starts=_starts(source))
 
     @property
     def contract(self) -> str:
@@ -74,7 +82,10 @@ class Layers(Edit):
                 if len(value) < count:
                     continue
                 out[name] = [value[number] for number, _ in self.order] + [*value[count:]]
-        return out
+        return _with_widest(out)
+
+    def layers(self, before: list[int] | None) -> list[int] | None:
+        return before and [before[number] for number, _ in self.order]
 
     def _refuse(self, dims: Dims) -> None:
         count = dims["num_layers"]
@@ -97,7 +108,20 @@ class Layers(Edit):
         if ZEROS not in files:
             files.append(ZEROS)
         stored, dropped = list[Stored](), dict(layout.dropped)
+        shapes = dict(layout.shapes)
+        starts = "|".join(map(re.escape, self.starts))
+        carried = re.compile(rf"({re.escape(CARRIED)}(?:{starts}))(\d+)(\..*)")
         for s in layout.stored:
+            if self.starts and s.carried and (found := carried.fullmatch(s.pieces[0].tensor)):
+                old, shape = int(found[2]), layout.shapes[found[0]]
+                for new, _ in places.get(old, ()):
+                    name = f"{found[1]}{new}{found[3]}"
+                    pieces = tuple(piece._replace(tensor=name) for piece in s.pieces)
+                    stored.append(replace(s, pieces=pieces))
+                    shapes[name] = shape
+                if old not in places:
+                    dropped[s.key] = f"layer {old} is left out"
+                continue
             if not any(LAYER in name for name in s.tensors):
                 stored.append(s)
                 continue
@@ -115,6 +139,7 @@ class Layers(Edit):
             layout,
             files=files,
             stored=stored,
+            shapes=shapes,
             dropped=dropped,
             ignored={**layout.ignored, **dropped},
         )
@@ -186,3 +211,27 @@ def ranges(value: Any) -> list[int]:
         first, dash, last = str(part).strip().partition("-")
         found += range(int(first), int(last if dash else first) + 1)
     return found
+
+
+def _with_widest(dims: Dims) -> Dims:
+    """Returns dims in which the width of the mlp is that of the widest one, and layers without an
+    mlp have it too.
+    """
+    every = list(zip(dims["layer_parts"], dims["ffn_sizes"], strict=True))
+    widths = [width for parts, width in every if "mlp" in parts.split()]
+    if not widths or max(widths) == dims["ffn_size"]:
+        return dims
+    sizes = [width if "mlp" in parts.split() else max(widths) for parts, width in every]
+    return {**dims, "ffn_size": max(widths), "ffn_sizes": sizes}
+
+
+def _starts(source: Checkpoint) -> tuple[str, ...]:
+    """Returns what stands before the number of a layer in the keys of Hugging Face files, in each
+    form that the model's family has.
+    """
+    if (family := source.model.family) is None:
+        return ()
+    forms = [{"form": name} for name in family.forms] or [{}]
+    names = (Names(family, source.model.dims, choices, Parallel()) for choices in forms)
+    keys = (b.rule.key for one in names for b in one.bound)
+    return tuple(sorted({key.partition(LAYER)[0] for key in keys if LAYER in key}))

@@ -72,6 +72,9 @@ class Stack(Edit):
         }
         return {**dims, **by_layer, "num_layers": len(self.order)}
 
+    def layers(self, before: list[int] | None) -> None:
+        return None
+
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         files, stored, dropped = [*layout.files], list[Stored](), dict(layout.dropped)
         after, shapes = self.dims(dims), dict[str, tuple[int, ...]]()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -532,15 +532,17 @@ class MappingFile(Struct, frozen=True):
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
     ) -> dict[str, Any]:
         """Returns a copy of the config with the values of the `changed` dims from `dims`, under
-        every key that has them now.
+        every key that has them now. A dim that such a model does not have stays as it is.
         """
         out: dict[str, Any] = copy.deepcopy(dict(config))
         always = {name: replace(spec, write_when=None) for name, spec in self.dims.items()}
         written = replace(self, dims=always).write(dims)
         for name in changed:
             keys = self.dims[name].keys if name in self.dims else ()
+            value = lookup(view(written, self.inside), keys[0], ABSENT) if keys else ABSENT
             for path in list(self.keys_of(name, config)) or list(keys[:1]):
-                self._set(out, path, self.lookup(written, keys[0]))
+                if value is not ABSENT:
+                    self._set(out, path, value)
         return out
 
     def _set(self, config: dict[str, Any], path: str, value: Any) -> None:
@@ -551,23 +553,48 @@ class MappingFile(Struct, frozen=True):
         inner[last] = value
 
     def followed(
-        self, config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+        self,
+        config: Mapping[str, Any],
+        before: Mapping[str, Any],
+        after: Mapping[str, Any],
+        layers: Sequence[int] | None,
     ) -> dict[str, Any]:
         """Returns a copy of the config of a model that an edit has changed, in which those of its
-        keys that `following` returns are for the new dims, and so are lists that have the same item
-        for each layer, such as `layer_types` of a family whose layers are alike.
+        keys that `following` returns are for the new dims, and so are lists with an item for each
+        layer. A key that the config lacks is added if it would mean another model without it.
+
+        layers: the old number of each layer; None: they are of several models.
         """
         from mckpt.mapping import lists
 
         out: dict[str, Any] = copy.deepcopy(dict(config))
         for key in lists.by_layer():
             items = self.lookup(config, key)
-            if isinstance(items, list) and items == items[:1] * before["num_layers"]:
-                self._set(out, key, items[:1] * after["num_layers"])
-        for key, value in self.following(before, after).items():
-            if self.lookup(config, key) is not None:
-                self._set(out, key, value)
+            if isinstance(items, list) and len(items) == before["num_layers"]:
+                if layers is not None:
+                    self._set(out, key, [items[number] for number in layers])
+                elif items == items[:1] * len(items):
+                    self._set(out, key, items[:1] * after["num_layers"])
+        new = self.following(before, after)
+        absent = {key for key in new if self.lookup(config, key) is None}
+        for key in new.keys() - absent:
+            self._set(out, key, new[key])
+        if absent and not self._means(out, before, after):
+            for key in absent:
+                self._set(out, key, new[key])
         return out
+
+    def _means(
+        self, config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> bool:
+        """Returns whether a config has the dims `after` once the changed ones are restated."""
+        changed = [name for name in before if not equal(before[name], after[name])]
+        restated = self.restate(config, after, self.to_restate(config, after, changed))
+        try:
+            again = self.read(restated, {"vocab_size": after["vocab_size"]})
+        except MappingError:
+            return False
+        return all(equal(again[name], after[name]) for name in changed)
 
     def following(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys that no dim has, such as `layer_types` in some families, or that are

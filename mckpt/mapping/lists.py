@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mckpt.mapping.expression import Expression, ExpressionError
+from mckpt.mapping.forms import lookup
 from mckpt.mapping.nodes import FOLDER, parse
 
 SHOWN = 80  # characters of a value in an error
@@ -28,7 +29,7 @@ def problems(kind: str, config: Mapping[str, Any], scope: Mapping[str, Any]) -> 
         do not tell is not checked.
     """
     for key, entry in _listed()[kind].items():
-        value = config.get(key)
+        value = lookup(config, key)
         if value is None or not _counts(entry, scope):
             continue
         for wrong in _wrong(key, value, entry, scope):

@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 import mckpt
@@ -65,7 +67,11 @@ def test_an_edit_of_a_kind_of_model(
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt_oss", "cwm", "smollm3", "mimo_v2_flash", "llava_onevision1_5"]
+    "case",
+    [
+        *("gpt_oss", "cwm", "smollm3", "mimo_v2_flash", "llava_onevision1_5"),
+        "exaone4",
+    ],
 )
 def test_args_and_configs_follow_the_layers(
     case: str, tiny_model: TinyModel, tmp_path: Path
@@ -93,6 +99,43 @@ def test_args_and_configs_follow_the_layers(
     assert np.isfinite(tiny.hf_logits(tmp_path / "back", made_models.tokens(case))).all()
 
 
+@pytest.mark.parametrize("case", ["minimax_m3", "minimax_m3_sparse"])
+def test_lists_of_a_config_that_no_dim_has_follow_the_layers(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model(case, "float32")
+    mckpt.edit(source, tmp_path / "out", ["layers: {order: [3, 0, 2]}"])
+    old, new = (made_models.text(read_json(path)) for path in (source, tmp_path / "out"))
+    sparse = "sparse_attention_config"
+    for place in ((sparse, "sparse_attention_freq"), (sparse, "sparse_disable_index_value")):
+        before, after = (reduce(dict.__getitem__, place, one) for one in (old, new))
+        assert after == [before[number] for number in (3, 0, 2)] == [1, 0, 1]
+    before, after = (mckpt.open(path).dims["attn_blocks"] for path in (source, tmp_path / "out"))
+    assert list(after) == [before[number] for number in (3, 0, 2)]
+    # the weights of indexers too, which are carried
+    tensors, start = load_file(source / "model.safetensors"), "language_model.model.layers."
+    towers = {name: tensor for name, tensor in tensors.items() if not name.startswith(start)}
+    same(tmp_path / "out", towers | _reordered(tensors, start, (3, 0, 2)))
+    assert np.isfinite(tiny.hf_logits(tmp_path / "out", made_models.tokens(case))).all()
+
+
+def _reordered(
+    tensors: dict[str, np.ndarray], start: str, order: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of some layers under their new numbers."""
+    return {
+        f"{start}{new}.{name.removeprefix(f'{start}{old}.')}": tensor
+        for new, old in enumerate(order)
+        for name, tensor in tensors.items()
+        if name.startswith(f"{start}{old}.")
+    }
+
+
+def read_json(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found
+
+
 def test_what_a_config_computes_of_several_dims_follows(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -108,9 +151,7 @@ def test_what_a_config_computes_of_several_dims_follows(
 
 
 def blocks(directory: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((directory / "config.json").read_text())[
-        "block_configs"
-    ]
+    found: list[dict[str, Any]] = read_json(directory)["block_configs"]
     return found
 
 
@@ -136,6 +177,15 @@ def test_layers_of_several_shapes(case: str, tiny_model: TinyModel, tmp_path: Pa
     if case == "llama_nemotron":  # the widths are 512, 256, any and 256
         mckpt.edit(source, tmp_path / "one", ["layers: {drop: [1, 3]}"])
         same(tmp_path / "one", with_layers(before, [(0, False), (2, False)], 4))
+        mckpt.convert(source, tmp_path / "start", format="torch_dist")
+        for path in (source, tmp_path / "start"):
+            mckpt.edit(path, tmp_path / "less", ["layers: {drop: 0}"], format="torch_dist")
+            mckpt.convert(tmp_path / "less", tmp_path / "back", format="hf")
+            rest = [(layer, False) for layer in (1, 2, 3)]
+            same(tmp_path / "back", with_layers(before, rest, 4))
+            assert mckpt.open(tmp_path / "back").dims["ffn_size"] == 256
+            shutil.rmtree(tmp_path / "less")
+            shutil.rmtree(tmp_path / "back")
 
 
 def test_layers_come_from_models_with_other_sets_of_shapes(
@@ -192,3 +242,24 @@ def test_dropped_layers_of_multi_token_prediction_were_the_only_ones_of_a_shape(
         for part in "kvo":
             wanted = tensors[f"model.layers.{old}.self_attn.{part}_proj.weight"]
             assert (found[f"layers.{new}.attn.{part}.weight"].numpy() == wanted).all()
+
+
+def test_a_checkpoint_of_megatron_bridge_describes_its_edited_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Its run_config.yaml alone has the dims, as those of layers of multi-token prediction."""
+    source, start = tiny_model("mimo_v2_flash", "float32"), tmp_path / "start"
+    tensors = load_file(source / "model.safetensors")
+    mckpt.convert(source, start, format="torch_dist")
+    mckpt.edit(start, tmp_path / "out", ["mtp: {drop: true}"])
+    (path,) = (tmp_path / "out").rglob("run_config.yaml")
+    assert yaml.safe_load(path.read_text())["model"]["mtp_num_layers"] is None
+    mckpt.convert(tmp_path / "out", tmp_path / "back", format="hf")
+    same(tmp_path / "back", {name: t for name, t in tensors.items() if "mtp" not in name})
+    mckpt.edit(start, tmp_path / "few", ["layers: {keep: [0, 3]}"])  # with no window
+    assert mckpt.open(tmp_path / "few").dims["query_groups"] == [2, 2, 4, 4]
+    with pytest.raises(
+        UsageError, match=r"query_groups is \[2, 4, 4, 2, 4, 4, 2\], and it would be"
+    ):
+        mckpt.edit(start, tmp_path / "more", ["mtp: {add: 1}"])
+    assert not (tmp_path / "more").exists()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,11 @@ import pytest
 
 import mckpt
 from mckpt import mapping
+from mckpt.checkpoint import description
 from mckpt.conversion.to_hf import choose_family
+from mckpt.editing.layers import Layers
 from mckpt.errors import MappingError, UsageError
+from mckpt.formats.hf_config import parse_config
 from mckpt.options import SourceOptions
 from tests.helpers import made_models, tiny
 from tests.helpers.published import INEXACT
@@ -527,3 +532,54 @@ def test_a_largest_time_step_beyond_float32_limits_nothing() -> None:
     family.read(config | {"time_step_limit": [0.0, 1e308]})
     with pytest.raises(MappingError, match="no largest time step"):
         family.read(config | {"time_step_limit": [0.0, 0.5]})
+
+
+def lists_of(node: Any, count: int, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the places of the lists with so many items in a config."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from lists_of(value, count, (*path, key))
+        elif isinstance(value, list) and len(value) == count:
+            yield (*path, key)
+
+
+# the layers of GLM-5.2 that share the choice of another one are known by a period
+REFUSED = {("glm-5.2", 0), ("glm-5.2", 1)}
+
+
+WITH_PARTS = sorted(
+    path for name in ("configs", "families", "tiny") for path in (FIXTURES / name).rglob("*.json")
+)
+
+
+@pytest.mark.parametrize("path", WITH_PARTS, ids=lambda p: str(p.relative_to(FIXTURES)))
+def test_a_config_follows_a_layer_that_is_left_out(path: Path) -> None:
+    """Each list with an item for each layer loses that of the layer, and no dim is another than
+    that of the edited model.
+    """
+    config = parse_config(path)
+    family = description.family_for(config, None, path.name, [], None)
+    before = family.read(config)
+    count = before["num_layers"]
+    if before["encoder_layers"] or before["layer_embed_dim"]:  # no edit changes these layers
+        return
+    for dropped in {0, 1, count - 1} if count > 1 else ():
+        after = Layers.of({"drop": dropped}, before).dims(before)
+        kept = [number for number in range(count) if number != dropped]
+        made = family.followed(config, before, after, kept)
+        changed = [name for name in before if not mapping.equal(before[name], after[name])]
+        made = family.restate(made, after, family.to_restate(made, after, changed))
+        if family.inexact(after):
+            continue
+        if (path.stem, dropped) in REFUSED:
+            with pytest.raises(MappingError, match="index_topk_freq"):
+                family.read(made)
+            continue
+        again = family.read(made)
+        assert {n: again[n] for n in after if not mapping.equal(again[n], after[n])} == {}
+        for place in lists_of(config, count):
+            old, new = (reduce(dict.__getitem__, place, one) for one in (config, made))
+            if place[-1] == "block_configs":  # has the widths that modeling_decilm.py rounds up to
+                assert len(new) == len(kept)
+            else:
+                assert new == [old[number] for number in kept]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.megatron.save_directory import CONTEXT, NEMO_CONFIG, NEMO_WEIGHTS, WEIGHTS
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
@@ -125,7 +125,12 @@ def model_section(
         if value is not None or key in optional:  # else the provider's default is meant
             section[key] = value
     section |= sizes(parallel)
-    file.read(section, source=RUN_CONFIG)  # raises MappingError for what no provider has
+    again = file.read(section, source=RUN_CONFIG)
+    if lost := [name for name in again if not mapping.equal(dims[name], again[name])]:
+        raise MappingError.of(
+            f"no model provider of {file.trainer} would compute what the source does:",
+            (f"{name} is {dims[name]}, and it would be {again[name]}" for name in lost),
+        )
     return section
 
 
