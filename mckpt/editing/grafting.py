@@ -14,6 +14,7 @@ from mckpt.editing.pieces import (
     ADAM,
     again,
     digest_of,
+    in_files,
     kinds_of,
     number_of,
     only,
@@ -201,7 +202,7 @@ class Graft(Edit):
         numbers = np.array([number_of(files, file) for file in layout.files], "i4")
         stored = list[Stored]()
         for s in (s for s in layout.stored if not s.replica):
-            placed = replace(s, file=numbers[s.file])
+            placed = in_files(s, numbers)
             within = [
                 (row, layer - count + own if layer >= count else layer)
                 for row, layer in enumerate(s.layer.tolist())

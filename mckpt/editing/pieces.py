@@ -16,6 +16,7 @@ from mckpt.errors import UsageError
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
+from mckpt.values.quantisation import Grid
 
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
 FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
@@ -32,6 +33,21 @@ def again(s: Stored, rows: Sequence[tuple[int, int]]) -> Iterator[Stored]:
     layer = np.array([new for _, new in rows])
     arrays = {name: getattr(s, name)[at] for name in ("expert", "file", "at")}
     yield replace(s, layer=layer, **arrays, added=added, scales=scales)
+
+
+def in_files(s: Stored, numbers: np.ndarray) -> Stored:
+    """Returns stored tensors among the files of another layout, with their scales.
+
+    numbers: that of each file there.
+    """
+    scales = s.scales
+    if scales is not None:
+        grids = scales.grids.copy()
+        for name in ("file", "overall_file"):
+            column = Grid._fields.index(name)
+            grids[:, column] = numbers[grids[:, column]]
+        scales = scales._replace(grids=grids)
+    return replace(s, file=numbers[s.file], scales=scales)
 
 
 def is_moment(name: str) -> bool:

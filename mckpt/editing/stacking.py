@@ -9,7 +9,7 @@ from typing import Any
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import KEPT, Edit
 from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers, numbered
-from mckpt.editing.pieces import again, digest_of, number_of, only
+from mckpt.editing.pieces import again, digest_of, in_files, number_of, only
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
@@ -87,7 +87,7 @@ class Stack(Edit):
                 if model == number:
                     places.setdefault(old, []).append(new)
             for s in one.stored:
-                placed, held = replace(s, file=numbers[s.file]), s.layer.tolist()
+                placed, held = in_files(s, numbers), s.layer.tolist()
                 if any(LAYER in name for name in s.tensors):
                     at = [(row, n) for row, old in enumerate(held) for n in places.get(old, ())]
                     kept, lost = list(again(placed, at)), {*held} - places.keys()

@@ -114,6 +114,47 @@ def test_parts_of_a_model_come_from_another(case: str, tmp_path: Path) -> None:
         assert config["tie_word_embeddings"] == (tied and take != "head")
 
 
+def test_a_quantised_checkpoint_gives_values_times_its_own_scales(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    src, plain = (
+        tiny.tiny_random("qwen3", tmp_path / n, "bfloat16", seed=i) for i, n in enumerate("ab")
+    )
+    quantised, own = tmp_path / "fp8", load_torch(src / "model.safetensors")
+    mckpt.convert(plain, quantised, format="hf", quantize="fp8")
+    theirs = load_torch(quantised / "model.safetensors")
+    values = {n: t for n, t in theirs.items() if not n.endswith("_scale_inv")}
+    for name, tensor in values.items():
+        if (scale := theirs.get(f"{name}_scale_inv")) is not None:  # of blocks of 128 x 128
+            assert tensor.dtype == torch.float8_e4m3fn
+            spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            rows, columns = tensor.shape
+            values[name] = (tensor.float() * spread[:rows, :columns].float()).bfloat16()
+
+    def wanted(layers: dict[int, dict[str, Any]], start: dict[str, Any]) -> dict[str, Any]:
+        kept = {n: t for n, t in start.items() if ".layers." not in n}
+        parts = {n: f".layers.{n}." for n in layers}
+        return kept | {n: t for k, of in layers.items() for n, t in of.items() if parts[k] in n}
+
+    step = f"graft: {{from: {quantised}, take: layers.1-2}}"
+    mckpt.edit(src, tmp_path / "out", [step])
+    mckpt.edit(src, tmp_path / "dist", [step], format="torch_dist", tp=2)
+    assert not mckpt.diff(tmp_path / "out", tmp_path / "dist")
+    models = {0: own, 1: values, 2: values, 3: own}
+    slices = [
+        {"sources": [{"model": str(quantised if n in (1, 2) else src), "layer_range": [n, n + 1]}]}
+        for n in range(4)
+    ]
+    tiny.write_json(tmp_path / "merge.json", {"merge_method": "passthrough", "slices": slices})
+    mckpt.merge([], tmp_path / "passed", recipe=tmp_path / "merge.json")
+    for out in ("out", "passed"):
+        found = load_torch(tmp_path / out / "model.safetensors")
+        expected = wanted(models, own)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_tower_comes_from_another_model(tmp_path: Path) -> None:
     src, other = (write(tmp_path / name, "mistral3") for name in "ab")
     held, own = weights(other), weights(src)
