@@ -234,7 +234,7 @@ class Vocabulary(Edit):
         """
         if not 0 <= number < self.old_size:
             return number
-        place = int(self._places[number]) if self.kept is not None else number
+        place = int(self._places[number])
         return place if place >= 0 else None
 
     # ----------------------------------------------------------------- the files beside the weights
@@ -250,7 +250,7 @@ class Vocabulary(Edit):
             if GENERATION not in out and CONFIG in out and (root / GENERATION).is_file():
                 out[GENERATION] = root / GENERATION
         for name in (CONFIG, GENERATION):
-            if name in out and self.kept is not None:
+            if name in out:
                 out[name] = self._restated(name, out[name])
         return out
 

@@ -428,6 +428,18 @@ def test_special_tokens_that_the_new_tokenizer_states_need_no_row(tmp_path: Path
     assert config["do_sample"] is False
 
 
+def test_a_special_token_of_a_config_keeps_its_row(tmp_path: Path) -> None:
+    """Without a tokenizer, the configs alone say which rows are in use."""
+    source = made("qwen3", tmp_path)
+    config, path = json.loads((source / "config.json").read_text()), source / "config.json"
+    path.write_text(json.dumps({**config, "eos_token_id": [1, 190]}))
+    with pytest.raises(UsageError, match="has eos_token_id 190, and this token is left out"):
+        mckpt.edit(source, tmp_path / "out", ["vocab: {size: 190}"])
+    mckpt.edit(source, tmp_path / "out", ["vocab: {size: 191}"])
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (stated["vocab_size"], stated["eos_token_id"]) == (191, [1, 190])
+
+
 def test_a_map_without_a_tokenizer_leaves_out_one_that_does_not_fit(tmp_path: Path) -> None:
     count = mckpt.open(SOURCE).dims["vocab_size"]
     for shift, fits in ((0, True), (1, False)):
