@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt.containers.dcp_metadata import Chunk, Metadata
+from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
-from mckpt.containers.zarr3 import Array
 from mckpt.formats.base import Format, Names, packed, stored_shape
 from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer
@@ -52,41 +51,9 @@ def place(path: Path) -> Path:
 class _View(NamedTuple):
     """The order and the shape in which the elements of an array are read."""
 
-    layered: tuple[int, ...]  # the order of its axes with the layers first
+    order: tuple[int, ...]  # of its axes in the file: the layers first
     shape: tuple[int, ...]  # as its rule has it
-    order: tuple[int, ...]  # of its axes in the file that `Arrays` makes of it
-    turned: bool = False  # the last two axes of `shape` are in the other order in that file
-
-
-class _Files(Chunked):
-    """The files of arrays that mckpt wrote (`zarr3`), as chunks."""
-
-    def __init__(self, arrays: Arrays, views: Mapping[str, _View]) -> None:
-        """views: by key; those that the metadata has beside it are read as they are stored."""
-        tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
-        self.arrays: dict[str, Array] = {}  # by file
-        for key, array in arrays.opened.items():
-            axes = tuple(range(len(array.shape)))
-            view = views.get(key) or _View(axes, array.shape, axes)
-            chunks = []
-            for first, name in array.files():
-                file = f"{arrays.names[key]}/{name}"
-                self.arrays[file] = array
-                chunks.append(_place(view, array.shape, first, array.file))
-                items[key, chunks[-1][0]] = (file, 0, array.nbytes(array.file))
-            tensors[key] = (array.dtype, view.shape, chunks)
-        super().__init__(arrays.root, Metadata(tensors, arrays.others, items, {}))
-        self.views = views
-
-    def check_sizes(self) -> None:
-        """Raises SourceError for a file that does not end as it should."""
-        for file, array in self.arrays.items():
-            array.check(self.root / file)
-
-    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
-        for (key, at), (file, start, nbytes) in self.metadata.items.items():
-            dtype = self.metadata.tensors[key][0]
-            yield Span(f"{key} at {at}", str(self.root / file), start, nbytes, dtype)
+    turned: bool = False  # the last two axes of `shape` are in the other order in the file
 
 
 class _Directory(Chunked):
@@ -122,13 +89,12 @@ class Orbax(TorchAdam):
     their own master copies.
     """
 
-    directory: _Files | _Directory
+    directory: _Directory
     lacking = ""  # why the settings of Adam are not known
 
     def __init__(self, path: Path) -> None:
         self.arrays = Arrays(place(path))
-        self.directory_of = _Files if self.arrays.plain else _Directory
-        super().__init__(self.directory_of(self.arrays, {}), FORMAT)
+        super().__init__(_Directory(self.arrays, {}), FORMAT)
         self.root = path
         opened = self.arrays.opened
         self.trained = COUNT in opened and any(key.startswith(MOMENT_KEY) for key in opened)
@@ -159,7 +125,7 @@ class Orbax(TorchAdam):
             if start + key in opened
         }
         if views != self.directory.views:
-            self.directory = self.directory_of(self.arrays, views)
+            self.directory = _Directory(self.arrays, views)
             self.metadata = self.directory.metadata
 
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
@@ -224,27 +190,12 @@ def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any]) -> _View:
     axes, inner = b.axes(scope), stored_shape(b.rule, packed(b.rule, scope))
     own, lead = tuple(e(scope) for e in b.rule.shape) or inner, len(axes)
     if shape != (*axes, *own):  # an error, or a vocabulary with padding
-        return _View(order, shape, order)
-    turned = order
+        return _View(order, shape)
     if b.rule.transposed:  # the file has long ranges of the matrix's rows
         ends = (math.prod(shape[lead:n]) for n in range(lead, len(shape)))
         end = lead + [*ends].index(inner[0])
-        turned = (*order[:lead], *order[end:], *order[lead:end])
-    return _View(order, (*axes, *inner), turned, b.rule.transposed)
-
-
-def _place(view: _View, stored: Sequence[int], first: Sequence[int], file: Sequence[int]) -> Chunk:
-    """Returns the offsets and sizes in a view of a file, which has one layer of an array or all of
-    it. An axis of the view may be several of the array's.
-    """
-    offsets, sizes, axes = list[int](), list[int](), list(view.layered)
-    for n in view.shape:
-        own = [axes.pop(0)]
-        while math.prod(stored[axis] for axis in own) < n:
-            own.append(axes.pop(0))
-        offsets.append(first[own[0]])
-        sizes.append(math.prod(file[axis] for axis in own))
-    return tuple(offsets), tuple(sizes)
+        order = (*order[:lead], *order[end:], *order[lead:end])
+    return _View(order, (*axes, *inner), b.rule.transposed)
 
 
 FORMAT = Format(

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mckpt.containers.zarr3 import read_array
 from mckpt.errors import MissingExtra, SourceError, UsageError, shown
 from mckpt.geometry.box import range_boxes
 from mckpt.lazy import numpy as np
@@ -82,18 +81,12 @@ class Arrays(ReadOnly):
             if name.startswith(start)
         }
         self.others = sorted(stated.keys() - self.names.values())
-        self.opened: dict[str, Any] = {}
-        if not (ocdbt or sparse_copy.of(root) or COUNT in self.names):
-            self.opened = {key: read_array(root / name) for key, name in self.names.items()}
-        # mckpt wrote them, without compression and the state of an optimizer
-        self.plain = bool(self.opened) and None not in self.opened.values()
-        if not self.plain:
-            self.opened = self._open(driver, ocdbt, CACHE)
-            largest = max(map(_chunk_bytes, self.opened.values()))
-            if CHUNKS * largest > CACHE:
-                self.opened = self._open(driver, ocdbt, CHUNKS * largest)
+        self.opened = self._open(driver, ocdbt, CACHE)
+        largest = max(map(_chunk_bytes, self.opened.values()))
+        if CHUNKS * largest > CACHE:
+            self.opened = self._open(driver, ocdbt, CHUNKS * largest)
         for key, array in self.opened.items():
-            name, dtype = self.names[key], array.dtype if self.plain else array.dtype.name
+            name, dtype = self.names[key], array.dtype.name
             if dtype not in TABLE:
                 raise SourceError(f"{root}: {name} is of {dtype}, a dtype that mckpt lacks")
             if stated[name] is not None and tuple(stated[name]) != array.shape:
@@ -104,7 +97,7 @@ class Arrays(ReadOnly):
         at = stamp(root / METADATA)
         self.objects = {
             key: Object(array.size * itemsize(array.dtype.name), str(at.bytes), at.mtime)
-            for key, array in ({} if self.plain else self.opened).items()
+            for key, array in self.opened.items()
         }
 
     def _open(self, driver: str, ocdbt: bool, cache: int) -> dict[str, Any]:
@@ -147,7 +140,7 @@ class Arrays(ReadOnly):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Arrays, (Path(shown(str(self.root))), self.orders)
+        return _again, (shown(str(self.root)), self.orders)
 
     def list(self) -> dict[str, Object]:
         return self.objects
@@ -166,9 +159,8 @@ class Arrays(ReadOnly):
         try:
             for box in range_boxes([array.shape[axis] for axis in order], first, last):
                 inside = [slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)]
-                stored = tuple(inside[order.index(axis)] for axis in range(array.ndim))
-                part = array[stored].read(order="C").result().view(f"u{item}")
-                parts.append(_in_order(part, order))
+                part = array[tuple(inside[order.index(axis)] for axis in range(array.ndim))]
+                parts.append(_in_order(part.read(order="C").result().view(f"u{item}"), order))
         except (ValueError, OSError) as e:
             _raise(f"{self.root}/{self.names[name]}", e)
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -214,6 +206,11 @@ def _in_store(url: str) -> Any:
     bucket, _, path = url.removeprefix("s3://").partition("/")
     place = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": server}
     return {**place, "aws_region": region or "us-east-1"}
+
+
+def _again(root: str, orders: Mapping[str, tuple[int, ...]]) -> Arrays:
+    """Returns the arrays of another process."""
+    return Arrays(Path(root), orders)
 
 
 def _raise(where: object, error: Exception) -> NoReturn:

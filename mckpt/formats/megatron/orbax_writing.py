@@ -1,6 +1,8 @@
 """The files of a new Orbax checkpoint; `orbax` describes the format.
 
-Each array is one of `zarr3`, in a directory of its own (use_ocdbt is false). A file has one layer.
+Each array is zarr 3, in a directory of its own (use_ocdbt is false). A file has one layer of it:
+chunks that are not compressed, whose elements follow each other, and the index of the chunks that
+zarr's sharding has at the end of a file.
 
     items/_METADATA
     items/params.params.decoder.layers.mlp.wo.kernel/zarr.json
@@ -13,7 +15,6 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from mckpt.containers.zarr3 import DESCRIPTION, Array
 from mckpt.formats.base import dtype_of, packed, shapes_of, stored_buffer, stored_shape
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.orbax_arrays import METADATA, WEIGHTS
@@ -29,6 +30,7 @@ PREFIX = f"{WEIGHTS}.{WEIGHTS}."
 CHECKPOINT = "_CHECKPOINT_METADATA"
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 DICT_KEY = 2  # the kind of a key in a tree of dicts
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 class _Form(NamedTuple):
@@ -67,14 +69,28 @@ class _Form(NamedTuple):
         out[rows] //= next(fit, 1)
         return tuple(out)
 
-    @property
-    def array(self) -> Array:
-        return Array(self.dtype, self.shape, self.file, self.chunk)
-
     def target_files(self, paths: list[str]) -> list[TargetFile]:
-        """Returns the files: elements, and the index of their chunks."""
-        nbytes, end = self.array.nbytes(self.file), self.array.end
+        """Returns the files: elements, then the places and sizes of the chunks, and a checksum."""
+        nbytes, size = (math.prod(s) * itemsize(self.dtype) for s in (self.file, self.chunk))
+        index = np.array([(at, size) for at in range(0, nbytes, size)], "<u8").tobytes()
+        end = index + crc32c(index).to_bytes(4, "little")
         return [TargetFile(p, nbytes + len(end), lambda crc_of: [(nbytes, end)]) for p in paths]
+
+    @property
+    def zarr_json(self) -> bytes:
+        index = [LITTLE, {"name": "crc32c"}]
+        chunks = {"chunk_shape": self.chunk, "codecs": [LITTLE], "index_codecs": index}
+        described = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": self.shape,
+            "data_type": self.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.file}},
+            "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
+            "codecs": [{"name": "sharding_indexed", "configuration": chunks}],
+            "fill_value": 0.0,
+        }
+        return json.dumps(described).encode()
 
 
 def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
@@ -113,8 +129,7 @@ def _json_files(arrays: dict[str, _Form]) -> list[TargetFile]:
     tree, out = dict[str, Any](), list[TargetFile]()
     for key, form in sorted(arrays.items()):
         name = PREFIX + key
-        described = json.dumps(form.array.described()).encode()
-        out.append(TargetFile.whole(f"{ITEMS}/{name}/{DESCRIPTION}", described))
+        out.append(TargetFile.whole(f"{ITEMS}/{name}/zarr.json", form.zarr_json))
         parts = name.split(".")
         tree[str(tuple(parts))] = {
             "key_metadata": [{"key": part, "key_type": DICT_KEY} for part in parts],
@@ -124,7 +139,7 @@ def _json_files(arrays: dict[str, _Form]) -> list[TargetFile]:
                 "write_shape": form.shape,
             },
         }
-    whole = {
+    described = {
         "tree_metadata": tree,
         "use_ocdbt": False,
         "use_zarr3": True,
@@ -134,6 +149,16 @@ def _json_files(arrays: dict[str, _Form]) -> list[TargetFile]:
     files = {
         f"{ITEMS}/{CHECKPOINT}": {"item_handlers": HANDLER},
         CHECKPOINT: {"item_handlers": {ITEMS: HANDLER}},
-        f"{ITEMS}/{METADATA}": whole,
+        f"{ITEMS}/{METADATA}": described,
     }
     return out + [TargetFile.whole(name, json.dumps(v).encode()) for name, v in files.items()]
+
+
+def crc32c(data: bytes) -> int:
+    """Returns the checksum of Castagnoli's polynomial."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
