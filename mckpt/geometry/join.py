@@ -113,33 +113,36 @@ def join(source: Layout, target: Layout) -> Joined:
     names = tuple(sorted(source.shapes))
     number = {name: i * layers * experts for i, name in enumerate(names)}
     casts: dict[Cast, int] = {}
-    grids = [np.empty((0, len(Grid._fields)), "i8")]
+    grids, num_grids = [np.empty((0, len(Grid._fields)), "i8")], 0
+
+    def first_of(rows: np.ndarray) -> int:
+        """Adds rows to the grids, and returns the number of the first one."""
+        nonlocal num_grids
+        grids.append(rows)
+        num_grids += len(rows)
+        return num_grids - len(rows)
+
     # the last two: the first row of `grids`, and the rows of each stored tensor
     holders: dict[str, list[tuple[Stored, Sequence[Piece], np.ndarray, int | None, int]]] = {}
     for s in source.stored:
         if not s.replica and len(s):
             first = None
             if s.scales:
-                first = sum(map(len, grids))
-                for phase in range(s.scales.per_byte):
-                    each = s.scales.grids.copy()
-                    each[:, PHASE] = phase
-                    grids.append(each)
+                each = np.tile(s.scales.grids, (s.scales.per_byte, 1))
+                each[:, PHASE] = np.repeat(np.arange(s.scales.per_byte), len(s.scales.grids))
+                first = first_of(each)
             row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces, added in s.groups():
                 start, each_has = first, 1
                 if added is not None:
-                    start, each_has = sum(map(len, grids)), s.added[added].shape[1]
-                    grids.append(s.added[added].reshape(-1, adding.WIDTH))
+                    start = first_of(s.added[added].reshape(-1, adding.WIDTH))
+                    each_has = s.added[added].shape[1]
                 holders.setdefault(name, []).append((s, pieces, row_of, start, each_has))
     parts: list[np.ndarray] = []
     for t in target.stored:
         ids = _ids(t, experts)
-        quantised = None  # the first of the target's grids
-        if t.scales:
-            quantised = sum(map(len, grids))
-            grids.append(t.scales.grids)
+        quantised = first_of(t.scales.grids) if t.scales else None
         for name, wanted in t.by_name().items():
             for s, pieces, row_of, first, each_has in holders.get(name, ()):
                 term = s.term if s.added and first is not None else ""
