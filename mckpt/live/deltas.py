@@ -67,7 +67,9 @@ class Delta(NamedTuple):
 
 
 class DeltaBucket(NamedTuple):
-    """What changed in some tensors, one behind the other, in memory that the caller may keep."""
+    """What changed in several tensors. `indices` and `values` have the changes of the first tensor,
+    then those of the second one, and so on. The caller may keep both.
+    """
 
     names: list[str]
     counts: list[int]  # of the elements of each tensor that have changed

@@ -129,9 +129,10 @@ class Orbax(TorchAdam):
             self.metadata = self.directory.metadata
 
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
-        """Returns the settings of Adam, which MaxText's config has, and the number of its steps. If
-        there is no such config, returns zeros as the settings, and `lacking` becomes the error of
-        a conversion that needs them.
+        """Returns the settings of Adam, which MaxText's config has, and the number of its steps.
+
+        Without such a config the settings are zeros. `lacking` then says why, and a conversion that
+        needs the settings raises that text as its error.
         """
         if not self.trained:
             return None
