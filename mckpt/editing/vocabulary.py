@@ -21,7 +21,7 @@ from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.editing.edits import KEPT, Edit, Editing
 from mckpt.editing.pieces import file_of, is_moment, joined, number_of, only, scattered
 from mckpt.editing.tokens import Tokenizer, restated
-from mckpt.errors import UsageError, counted
+from mckpt.errors import SourceError, UsageError, counted
 from mckpt.formats.hf_config import (
     CONFIG,
     FAST_TOKENIZER,
@@ -33,7 +33,7 @@ from mckpt.formats.scaling import scaled_again
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims
-from mckpt.storage.files import read_json
+from mckpt.storage.files import read_file, read_json
 
 INITS = ("mean", "normal", "zero", "subword")
 VARIANCE = 1e-9  # of new rows, as a part of that of the old ones: that of transformers
@@ -355,10 +355,12 @@ def _numbers(path: Path) -> dict[int, int]:
     """Returns the new and old numbers of rows in a file of JSON."""
     if not path.is_file():
         raise ValueError(f"{path}: is not a file")
-    content = read_json(path, 1 << 30)
-    if not isinstance(content, dict) or not all(type(n) is int for n in content.values()):
-        raise ValueError(f'{path}: is an object of new numbers and old ones: {{"0": 5}}')
-    pairs = {int(new): old for new, old in content.items()}
+    try:  # json and int would take 0.1 s for 100,000
+        pairs = msgspec.json.decode(read_file(path, 1 << 30), type=dict[int, int])
+    except msgspec.ValidationError:
+        raise ValueError(f'{path}: is an object of new numbers and old ones: {{"0": 5}}') from None
+    except msgspec.DecodeError as e:
+        raise SourceError(f"{path}: not valid JSON: {e}") from None
     least, most = min([0, *pairs, *pairs.values()]), max([0, *pairs, *pairs.values()])
     if least < 0 or most > MOST_ROWS:
         raise ValueError(f"{path}: row {least or most}: rows have numbers from 0 to {MOST_ROWS}")

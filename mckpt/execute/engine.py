@@ -184,7 +184,7 @@ def execute(
     session = session or Session(staging, Ranks())
     ranks, done, outputs = session.ranks, session.staging / "done", transfer.outputs
     assert cluster is None or ranks.size == 1
-    work = Work.of(transfer.joined)
+    work = Work.of(transfer.joined, seeks=not any(map(sparse_copy.holes, transfer.sources)))
     cores = cluster.cores if cluster else ranks.cores
     threads = how.threads or most_threads(work, transfer, cores, how.max_memory)
     job = Job(work, transfer.without_copies(), staging, done, replace(how, threads=threads))

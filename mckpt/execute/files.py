@@ -168,6 +168,7 @@ class OpenFiles:
         self.lock = threading.Lock()
         self.fds: OrderedDict[int, int] = OrderedDict()
         self.uses: Counter[int] = Counter()
+        self.expected: dict[int, tuple[int, int]] = {}  # the range that `expect` has asked for
 
     @contextlib.contextmanager
     def opened(self, files: Iterable[int]) -> Iterator[dict[int, int]]:
@@ -189,6 +190,15 @@ class OpenFiles:
             with self.lock:
                 self.uses.subtract(files)
                 self._evict()
+
+    def expect(self, file: int, fd: int, at: int, end: int) -> None:
+        """Has the kernel read a range of a file in one go, because small parts of all of it are
+        read in any order.
+        """
+        first, last = self.expected.get(file, (end, at))
+        if at < first or end > last:
+            self.expected[file] = min(at, first), max(end, last)
+            os.posix_fadvise(fd, at, end - at, os.POSIX_FADV_WILLNEED)
 
     def _open(self, path: str) -> int:
         if self.flags == os.O_RDONLY:

@@ -308,6 +308,9 @@ class _SlabCopy:
             return
         self.check()
         c = Copy(*records[0].item())
+        (first, _, _), (last, _, nbytes) = chain.spans[[0, -1]].tolist()
+        if not is_remote(self.src[c.src_file]):
+            self.mover.sources.expect(c.src_file, self.src[c.src_file], first, last + nbytes)
         for at, place, nbytes in chain.spans.tolist():
             self._read(c.src_file, self.memory[place : place + nbytes], at)
         rows = chain.gathered(self.memory)

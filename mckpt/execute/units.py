@@ -70,20 +70,24 @@ class Work(NamedTuple):
     slabs: np.ndarray
 
     @classmethod
-    def of(cls, joined: Joined) -> Work:
-        """Cuts the copies, which may come in any order."""
+    def of(cls, joined: Joined, seeks: bool = False) -> Work:
+        """Cuts the copies, which may come in any order.
+
+        seeks: short rows that are neighbours in the target move together, from anywhere in a
+            source; else those that are near each other in the source, to anywhere.
+        """
         copies, casts = joined.copies, joined.casts
         merges = any(c.term in (SUM, MIX) for c in casts)
         unit = min(UNIT, SMALL_UNIT) if merges or in_short_pieces(copies) else UNIT
         codes = np.array([c.target in WRITTEN for c in casts], bool)
         quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
         if not quantises.any():
-            w, starts = _clustered(_normal(copies, casts))
+            w, starts = _clustered(_normal(copies, casts), seeks)
             slabs = _slabs(w, starts)
             slow = np.logical_or.reduceat(_transposed(w), starts) if len(starts) else starts
             bounds = np.append(starts, np.int32(len(w)))
             return cls(w, bounds, _numbered(slabs, unit, slow))
-        w, starts = _clustered(_normal(copies[~quantises], casts))
+        w, starts = _clustered(_normal(copies[~quantises], casts), seeks)
         slabs = _slabs(w, starts)
         banded, bands, more = _quantised(copies[quantises], casts, joined.grids)
         more["cluster"] += len(starts)
@@ -292,12 +296,13 @@ def _folded(w: np.ndarray) -> np.ndarray:
     return _in_source_order(np.concatenate([many, _kept(w, w["run"] > 0)])) if len(many) else w
 
 
-def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _clustered(w: np.ndarray, seeks: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns the copies with those of each cluster side by side, and the start of each cluster.
 
     Clusters are in source order. Staged copies with equally many rows form one cluster if their
     rows interleave in a source or in a target: `[a0 b0 a1 b1]`, or the column shards of one matrix.
-    Short rows that are near each other in a source form one as well, of at most CHAIN bytes.
+    Short rows that are near each other in a source, or with `seeks` in a target, form one as well,
+    of at most CHAIN bytes.
     """
     first = np.arange(len(w), dtype="i4")
     in_chains = are_short(w)
@@ -307,7 +312,11 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             _components([_neighbours(w, staged, side) for side in ("src", "dst")], len(staged))
         ]
     short = np.flatnonzero(in_chains).astype("i4")
-    first[short] = short[_chains(w, short)]
+    side, ordered = "src", short
+    if seeks:
+        names = ("dst_at", "dst_file", "src_file")
+        side, ordered = "dst", short[np.lexsort([w[name][short] for name in names])]
+    first[ordered] = short[_chains(w, ordered, side)]
     order = np.argsort(first, kind="stable")
     first = first[order]
     starts = np.flatnonzero(
@@ -316,14 +325,14 @@ def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _ordered(w, order), starts
 
 
-def _chains(w: np.ndarray, short: np.ndarray) -> np.ndarray:
-    """Returns for each of some short rows, in source order, the number of the first one in its
-    chain. Rows may be read several times.
+def _chains(w: np.ndarray, short: np.ndarray, side: str) -> np.ndarray:
+    """Returns for each of some short rows, in the order of a side, the number of the first one in
+    its chain. Rows may be read several times.
     """
-    size = w["run"][short] * w["src_item"][short]
-    gap = w["src_at"][short[1:]] - (w["src_at"][short] + size)[:-1]
+    size = w["run"][short] * w[f"{side}_item"][short]
+    gap = w[f"{side}_at"][short[1:]] - (w[f"{side}_at"][short] + size)[:-1]
     linked = gap <= NEAR
-    for name in ("src_file", "cast", "src_item", "dst_item"):
+    for name in ("src_file", f"{side}_file", "cast", "src_item", "dst_item"):
         linked &= w[name][short[1:]] == w[name][short[:-1]]
     number = np.arange(len(short))
     starts = np.concatenate([number[:1] == 0, ~linked])

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mckpt import errors
 from mckpt.errors import SourceError, StorageError
 from mckpt.execute import clusters, files, piecewise, ray_tasks, units
+from mckpt.execute.chains import Chain
 from mckpt.execute.clusters import Cluster, Copy
 from mckpt.execute.engine import execute, most_threads
 from mckpt.execute.transfer import CopySettings, Transfer
@@ -435,6 +436,29 @@ def test_any_affine_copies_match_numpy(tmp_path_factory, data):
         threads=draw(st.integers(1, 3)),
         allow_overflow=True,
     )
+
+
+@pytest.mark.parametrize("seeks", [True, False])
+def test_rows_in_another_order_are_few_writes_or_few_reads(tmp_path, seeks):
+    """From local files the target's long ranges are written at once, with many short reads. What
+    takes long to ask for is read in long ranges, with many short writes.
+    """
+    num, width = 2048, 4096
+    order = RNG.permutation(num).tolist()
+    plan = copies(
+        *(
+            copy(1, width // 2, (0, old * width, width, 2), (0, new * width, width, 2))
+            for new, old in enumerate(order)
+        )
+    )
+    work = units.Work.of(transfer(plan, SAME).joined, seeks)
+    chains = [Chain(work.records(i)) for i in range(len(work.bounds) - 1)]
+    reads, writes = (sum(len(c[i]) for c in ((c.spans, c.strips) for c in chains)) for i in (0, 1))
+    few, many = (writes, reads) if seeks else (reads, writes)
+    assert few == len(chains) == num * width // units.CHAIN and many > num // 3
+    data = random_bytes(num * width)
+    (got,), _ = run(tmp_path, plan, SAME, [data], [num * width])
+    assert got == data.reshape(num, width)[order].tobytes()
 
 
 # Holes, fixed bytes and their checksums
