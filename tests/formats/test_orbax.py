@@ -504,6 +504,9 @@ def test_adam_without_its_settings_is_refused(tmp_path: Path) -> None:
     text = config.read_text()
     config.write_text(re.sub("adam_eps_root.*", "adam_eps_root: 0.001", text))
     refused(2, "adam_eps_root must be 0", args=command)
+    config.write_text(f"{text}opt_type: nadamw\n")  # whose states have the names of adamw's
+    refused(2, "another optimizer than adamw", "opt_type is 'nadamw'", args=command)
+    config.write_text(f"{text}opt_type: adamw\n")
     config.unlink()
     refused(2, "config.yml", "--no-optimizer", args=command)
     good("inspect", step)
@@ -514,6 +517,10 @@ def test_adam_without_its_settings_is_refused(tmp_path: Path) -> None:
     (step / "config.yml").write_text(text)  # of one step
     good("reshard", step / "items", tmp_path / "items", *command[3:])
     described = json.loads(metadata.read_text())
+    tree = json.loads(json.dumps(described["tree_metadata"]).replace('"nu"', '"nu_max"'))
+    more = {f"{key} more": entry for key, entry in tree.items()} | described["tree_metadata"]
+    tiny.write_json(metadata, described | {"tree_metadata": more})  # as optax's amsgrad
+    refused(2, "opt_state.0.nu_max.", args=(*command[:2], tmp_path / "max", *command[3:]))
     for lost in ("('opt_state', '0', 'nu', 'params', 'decoder', 'decoder_norm', 'scale')", COUNT):
         tree = {k: entry for k, entry in described["tree_metadata"].items() if k != lost}
         assert len(tree) == len(described["tree_metadata"]) - 1

@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
+from mckpt.containers.safe_pickle import short
 from mckpt.containers.torch_spans import Item
 from mckpt.formats.base import Format, Names, packed, stored_shape
 from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer
+from mckpt.formats.megatron.optimizer.kinds import NO_OPTIMIZER
 from mckpt.formats.megatron.orbax_arrays import COUNT, METADATA, STARTS, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
 from mckpt.formats.megatron.run_config import read_section
@@ -38,7 +40,7 @@ from mckpt.formats.scaling import with_factors
 from mckpt.geometry.box import Layout, row_major
 from mckpt.mapping import Bound, MappingFile
 
-CONFIG = "config.yml"
+CONFIG, ADAMW = "config.yml", "adamw"
 SETTINGS = ("adam_eps_root", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "learning_rate")
 MASTER_KEY, MOMENT_KEY = (f"optimizer.state.{name}." for name in (MASTER_KEYS[0], "exp_avg"))
 
@@ -131,15 +133,16 @@ class Orbax(TorchAdam):
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
         """Returns the settings of Adam, which MaxText's config has, and the number of its steps.
 
-        Without such a config the settings are zeros. `lacking` then says why, and a conversion that
-        needs the settings raises that text as its error.
+        Without such a config, and of another optimizer, `lacking` says why the settings are not
+        known. A conversion that needs them raises that text as its error.
         """
         if not self.trained:
             return None
         places = self.root, *self.root.absolute().parents[:3]
         path = next((p for at in places if (p := at / CONFIG).is_file()), None)
-        config = read_section(path, None) if path else None
-        stated = [config.get(name) if isinstance(config, dict) else None for name in SETTINGS]
+        found = read_section(path, None) if path else None
+        config = found if isinstance(found, dict) else {}
+        stated = [config.get(name) for name in SETTINGS]
         if stated[0] != 0 or not all(type(number) in (int, float) for number in stated):
             stated = [0] * len(SETTINGS)
             self.lacking = (
@@ -147,6 +150,15 @@ class Orbax(TorchAdam):
                 f" {CONFIG} of the run into this directory or that of the run, with numbers for"
                 f" {', '.join(SETTINGS)}; adam_eps_root must be 0, as in Megatron. Or give"
                 " --no-optimizer to convert the weights alone"
+            )
+        # optimizers of optax other than Adam have states with its names too
+        states = (name for name in self.arrays.others if name.startswith("opt_state."))
+        more = next((name for name in states if ".count" not in name), None)
+        if (kind := config.get("opt_type", ADAMW)) != ADAMW or more:
+            why = f"{more} is no state of {ADAMW}" if more else f"{path}: opt_type is {short(kind)}"
+            self.lacking = (
+                f"{self.root}: is of another optimizer than {ADAMW}, which mckpt does not convert:"
+                f" {why}. {NO_OPTIMIZER.capitalize()}"
             )
         _, b1, b2, eps, decay, lr = stated
         group = {"betas": (b1, b2), "eps": eps, "weight_decay": decay, "lr": lr}
