@@ -330,6 +330,15 @@ def records(
     return {name: (at, size, crc or None) for name, (at, size, crc) in found.items()}
 
 
+def stem_of(fd: int) -> str:
+    """Returns the folder of the records in a torch.save file: the name without its suffix under
+    which torch.save wrote the file, `archive` if it got no name, and "" before torch 1.6.
+    """
+    head = pread(fd, 512, 0)
+    length = int.from_bytes(head[26:28], "little") if head[:4] == b"PK\3\4" else 0
+    return head[30 : 30 + length].decode("utf-8", "replace").partition("/")[0]
+
+
 def _directory(fd: int, where: str, base: int, length: int) -> dict[str, tuple[int, int, int]]:
     """Reads the directory of a zip; returns {record name without its stem: (offset in the file,
     bytes, crc32)}.

@@ -137,6 +137,32 @@ def test_the_file_of_a_training_with_more_ranks_is_named(tmp_path: Path) -> None
     refused(3, f"{path}: is of a training with 4 ranks", "rank_3_", args=args)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_exchanged_files_are_refused(form: str, tmp_path: Path) -> None:
+    step = sample(form, tmp_path)
+    first, second = sorted(
+        step.glob("zero/model.norm.weight/exp_*.pt" if form == "universal" else "bf16_*[01]_mp*")
+    )
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    args = ("megatron-to-hf", step, tmp_path / "out", "--like", tmp_path / "hf")
+    refused(3, f"{first}: was saved as {second.name}", args=args)
+
+
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+def test_the_file_of_another_step_is_refused(form: str, tmp_path: Path) -> None:
+    step = sample(form, tmp_path)
+    (path,) = step.glob("*rank_1_mp_rank_00_optim_states.pt")
+    file = Pt(path)
+    own = file.value["optimizer_state_dict"]
+    for state in (own.get("base_optimizer_state") or own["optimizer_state_dict"])["state"].values():
+        state["step"] = 6
+    file.save()
+    args = ("megatron-to-hf", step, tmp_path / "out", "--like", tmp_path / "hf")
+    refused(3, f"{path}: counts other steps than the other ranks, 5, 6 in all", args=args)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     import torch
 

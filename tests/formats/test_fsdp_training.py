@@ -142,6 +142,11 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "two groups": (2, changed(regrouped), ("6 parameters in 2 groups", "has 38")),
     "two counts": (2, changed(counted), ("2 counts of steps",)),
+    "two steps of the run": (
+        2,
+        changed(lambda v: [one.update(step=4.0) for one in v["state"].values()], 1),
+        ("2 counts of steps",),
+    ),
     "no number": (
         3,
         changed(lambda v: v["state"][3].update(step="x")),

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mckpt.containers import torch_spans
+from mckpt.containers import torch_file, torch_spans
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Entry, Span, entry_of
 from mckpt.containers.safe_pickle import as_tensor, fields, short
@@ -43,6 +43,7 @@ from mckpt.formats.megatron.optimizer import MASTER_KEYS
 from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, adam_of, step_of
 from mckpt.geometry.box import Box, range_boxes
 from mckpt.mapping import MappingFile
+from mckpt.storage.files import opened
 from mckpt.values.dtypes import itemsize
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -80,7 +81,12 @@ class _File:
         if not path.is_file():
             raise SourceError(f"{path}: is not there; {CURE}")
         self.path, self.number = path, number
-        self.value, self.data = Chunked.read(str(path))
+        with opened(str(path)) as fd:
+            self.value, self.data = torch_file.read(fd, str(path))
+            saved_as = torch_file.stem_of(fd)
+        # nothing else in a file shows the rank or the state of its elements
+        if _content(saved_as) not in (None, _content(path.stem)):
+            raise self.error(f"was saved as {saved_as}.pt, and so is of another rank or state")
 
     def error(self, text: str) -> SourceError:
         return SourceError(f"{self.path}: {text}; {CURE}")
@@ -173,12 +179,14 @@ class _Directory(Chunked):
         own = file.known(file.value)
         self._adam(file, own.get("optimizer_state_dict", own))
 
-    def _adam(self, file: _File, base: Any) -> dict[Any, Any]:
-        """Collects the settings, and the steps that groups and states count; returns the states."""
-        groups, states, steps = adam_of(base, file.data, str(file.path), OTHERWISE)
+    def _adam(self, file: _File, base: Any) -> tuple[dict[Any, Any], set[float]]:
+        """Collects the settings, and the steps that groups and states count; returns the states and
+        these steps.
+        """
+        groups, states, counted = adam_of(base, file.data, str(file.path), OTHERWISE)
         self.settings += groups
-        self.steps.update(steps)
-        return states
+        self.steps |= (steps := set(counted))
+        return states, steps
 
     def _zero(self, shapes: list[Shapes]) -> None:
         """Collects the parts of all ranks. shapes: of the weights of each group."""
@@ -195,7 +203,10 @@ class _Directory(Chunked):
                 base, flat = own.get("base_optimizer_state"), own.get(FLAT)
                 slices = file.known(own.get("param_slice_mappings"), list)
                 ranges = [{n: _range(p, file) for n, p in file.known(s).items()} for s in slices]
-            states = self._adam(file, base)
+            states, steps = self._adam(file, base)
+            if steps != self.steps:
+                counts = ", ".join(f"{step:g}" for step in sorted(self.steps))
+                raise file.error(f"counts other steps than the other ranks, {counts} in all")
             if not len(file.known(flat, list)) == len(ranges) == len(shapes) == len(states):
                 raise file.error("its groups are not those of the model")
             for g, own_ranges in enumerate(ranges):
@@ -276,6 +287,12 @@ class _Directory(Chunked):
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         """Returns the records and tensors of all files."""
         yield from torch_spans.spans((Item(str(path)) for path in self.every), problems)
+
+
+def _content(stem: str) -> tuple[str, ...] | None:
+    """Returns the ranks or the state in a file of this name; None for other names."""
+    found = _RANK.fullmatch(f"{stem}.pt")
+    return found.groups() if found else (stem,) if stem in STATES else None
 
 
 def _keys(state: str, name: str) -> list[str]:

@@ -10,6 +10,7 @@ weights do. A weight is its own master copy.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -104,7 +105,8 @@ class FsdpTraining(Sharded):
 
     def _states_in(self, path: str) -> tuple[dict[Any, Any], Ranges]:
         """Returns the states in a rank's file, by the number of the parameter and their name, and
-        the places of their storages. Collects the settings and the steps of the first rank.
+        the places of their storages. Collects the settings and the steps of the first rank, and of
+        each other rank the first number of steps, which shows files of another step of the training.
         """
         value, data = state_dict_in(path)
         groups, states, steps = adam_of(value, data, path)
@@ -117,7 +119,8 @@ class FsdpTraining(Sharded):
                 " the weights alone"
             )
         if path == self.ranks[0]:
-            self.settings, self.steps = groups, set(steps)
+            self.settings = groups
+        self.steps.update(steps if path == self.ranks[0] else itertools.islice(steps, 1))
         flat = {f"{n}.{k}": v for n, own in states.items() for k, v in own.items() if k != STEP}
         return flat, data
 
