@@ -105,8 +105,8 @@ class FsdpTraining(Sharded):
 
     def _states_in(self, path: str) -> tuple[dict[Any, Any], Ranges]:
         """Returns the states in a rank's file, by the number of the parameter and their name, and
-        the places of their storages. Collects the settings and the steps of the first rank, and of
-        each other rank the first number of steps, which shows files of another step of the training.
+        the places of their storages. Collects the settings and the steps of the first rank, and the
+        first number of steps of each other rank, which shows a file of another step of the run.
         """
         value, data = state_dict_in(path)
         groups, states, steps = adam_of(value, data, path)
