@@ -19,6 +19,7 @@ import pytest
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MckptError
+from mckpt.formats.megatron.orbax_arrays import Arrays
 from mckpt.formats.megatron.orbax_writing import crc32c
 from mckpt.options import SourceOptions
 from tests.helpers import damages, maxtext, tiny
@@ -326,13 +327,17 @@ def test_models_like_gemma_3_are_refused(
     refused(4, "Gemma 2 and 3 only", args=(*command, *accepted("gemma3-6")))
 
 
-def test_megatron_becomes_maxtext_and_back(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_megatron_becomes_maxtext_and_back(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tiny_model("qwen3-moe")
     good("hf-to-megatron", source, tmp_path / "tp2", "--tp", 2, "--ep", 2)
     good("reshard", tmp_path / "tp2", tmp_path / "orbax", "--target-format", "orbax")
     same(by_tensorstore(tmp_path / "orbax" / "release" / "items"), expected(source))
     sizes = ("--target-format", "torch_dist", "--target-tp", 2, "--target-ep", 2)
-    good("reshard", tmp_path / "orbax", tmp_path / "again", *sizes)
+    with monkeypatch.context() as patched:  # what mckpt wrote needs no decoding
+        patched.setattr(Arrays, "read", None)
+        good("reshard", tmp_path / "orbax", tmp_path / "again", *sizes)
     good("diff", tmp_path / "tp2", tmp_path / "again")
     for option in (("--tp", 2), ("--make-vocab-size-divisible-by", 8), ("--dialect", "gpt")):
         arguments = ("hf-to-megatron", source, tmp_path / "no", "--format", "orbax", *option)

@@ -33,7 +33,7 @@ from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer
 from mckpt.formats.megatron.optimizer.kinds import NO_OPTIMIZER
 from mckpt.formats.megatron.orbax_arrays import COUNT, METADATA, STARTS, Arrays
-from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out
+from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out, own_files
 from mckpt.formats.megatron.run_config import read_section
 from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam
 from mckpt.formats.scaling import with_factors
@@ -59,19 +59,33 @@ class _View(NamedTuple):
 
 
 class _Directory(Chunked):
-    """The arrays as whole chunks, in a directory with a file for each."""
+    """The arrays as whole chunks, in a directory with a file for each; or with a file for each
+    layer, if mckpt wrote them.
+    """
 
-    def __init__(self, arrays: Arrays, views: Mapping[str, _View]) -> None:
-        """views: by key; those that the metadata has beside it are read as they are stored."""
+    def __init__(
+        self, arrays: Arrays, own: Mapping[str, list[str]], views: Mapping[str, _View]
+    ) -> None:
+        """own: `own_files`. views: by key; those that the metadata has beside it are read as they
+        are stored.
+        """
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
         for key, array in arrays.opened.items():
             shape = views[key].shape if key in views else array.shape
-            at = (0,) * len(shape)
+            files = own.get(key, [key])
+            axis = int(key not in views)  # of the layers
+            ats = [tuple(n * (i == axis) for i in range(len(shape))) for n in range(len(files))]
+            size = tuple(n if len(files) == 1 or i != axis else 1 for i, n in enumerate(shape))
+            nbytes = arrays.objects[key].size // len(files)
             for name in (key, f"{MASTER_KEY}{key}"):
                 if name == key or f"{MOMENT_KEY}{key}" in arrays.opened:
-                    tensors[name] = (array.dtype.name, shape, [(at, shape)])
-                    items[name, at] = (key, 0, arrays.objects[key].size)
-        root = arrays.in_order({key: view.order for key, view in views.items()})
+                    tensors[name] = (array.dtype.name, shape, [(at, size) for at in ats])
+                    items |= {
+                        (name, at): (file, 0, nbytes) for at, file in zip(ats, files, strict=True)
+                    }
+        root = arrays.root
+        if not own:
+            root = arrays.in_order({key: view.order for key, view in views.items()})
         super().__init__(root, Metadata(tensors, arrays.others, items, {}))
         self.views = views
 
@@ -96,7 +110,8 @@ class Orbax(TorchAdam):
 
     def __init__(self, path: Path) -> None:
         self.arrays = Arrays(place(path))
-        super().__init__(_Directory(self.arrays, {}), FORMAT)
+        self.own = own_files(self.arrays)
+        super().__init__(_Directory(self.arrays, self.own, {}), FORMAT)
         self.root = path
         opened = self.arrays.opened
         self.trained = COUNT in opened and any(key.startswith(MOMENT_KEY) for key in opened)
@@ -120,14 +135,14 @@ class Orbax(TorchAdam):
         """Makes the arrays those that the rules have."""
         scope, opened = names.scope(), self.arrays.opened
         views = {
-            start + key: _view(b, opened[start + key].shape, scope)
+            start + key: _view(b, opened[start + key].shape, scope, not self.own)
             for b in names.bound
             for key, _ in b.global_keys()
             for start in STARTS.values()
             if start + key in opened
         }
         if views != self.directory.views:
-            self.directory = _Directory(self.arrays, views)
+            self.directory = _Directory(self.arrays, self.own, views)
             self.metadata = self.directory.metadata
 
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
@@ -194,8 +209,10 @@ class Orbax(TorchAdam):
         return found._replace(layout=with_factors(found.layout, factors), lacking=self.lacking)
 
 
-def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any]) -> _View:
-    """Returns how an array of this shape is read."""
+def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any], turns: bool) -> _View:
+    """Returns how an array of this shape is read. turns: the axes of matrices are exchanged first,
+    if the rule says so.
+    """
     order = tuple(range(len(stored)))
     if "layer" in b.rule.stacked() and len(stored) > 1:
         order = (1, 0, *order[2:])
@@ -204,11 +221,12 @@ def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any]) -> _View:
     own, lead = tuple(e(scope) for e in b.rule.shape) or inner, len(axes)
     if shape != (*axes, *own):  # an error, or a vocabulary with padding
         return _View(order, shape)
-    if b.rule.transposed:  # the file has long ranges of the matrix's rows
+    turns &= b.rule.transposed
+    if turns:  # the file has long ranges of the matrix's rows
         ends = (math.prod(shape[lead:n]) for n in range(lead, len(shape)))
         end = lead + [*ends].index(inner[0])
         order = (*order[:lead], *order[end:], *order[lead:end])
-    return _View(order, (*axes, *inner), b.rule.transposed)
+    return _View(order, (*axes, *inner), turns)
 
 
 FORMAT = Format(

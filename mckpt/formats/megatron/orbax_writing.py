@@ -11,21 +11,27 @@ zarr's sharding has at the end of a file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from mckpt.errors import MckptError
 from mckpt.formats.base import dtype_of, packed, shapes_of, stored_buffer, stored_shape
 from mckpt.formats.megatron.interface import MegatronRequest
-from mckpt.formats.megatron.orbax_arrays import METADATA, WEIGHTS
+from mckpt.formats.megatron.orbax_arrays import METADATA, WEIGHTS, Arrays
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
-from mckpt.storage.files import TargetFile
+from mckpt.storage import sparse_copy
+from mckpt.storage.files import TargetFile, read_file
 from mckpt.values.dtypes import itemsize
 
 ITEMS = "items"
 LARGEST = 64 << 20  # bytes of a chunk, if the rows can be cut so
+ZARR = "zarr.json"
 PREFIX = f"{WEIGHTS}.{WEIGHTS}."
 CHECKPOINT = "_CHECKPOINT_METADATA"
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -76,6 +82,12 @@ class _Form(NamedTuple):
         end = index + crc32c(index).to_bytes(4, "little")
         return [TargetFile(p, nbytes + len(end), lambda crc_of: [(nbytes, end)]) for p in paths]
 
+    def names(self) -> list[str]:
+        """Returns the names of the files, in the order of the layers."""
+        zeros = ["0"] * len(self.shape)
+        layers = range(self.shape[1] if self.is_stacked else 1)
+        return [".".join(["0", str(n), *zeros[2:]] if self.is_stacked else zeros) for n in layers]
+
     @property
     def zarr_json(self) -> bytes:
         index = [LITTLE, {"name": "crc32c"}]
@@ -117,11 +129,44 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
 
 def _paths(b: Bound, form: _Form, keys: list[str]) -> list[str]:
     """Returns the files of a rule's layers. keys: one, or that of each layer."""
-    start, zeros = f"{ITEMS}/{PREFIX}", ["0"] * len(form.shape)
-    if not form.is_stacked:
-        return [f"{start}{key}/{'.'.join(zeros)}" for key in keys]
-    places = b.places(b.layers).tolist()
-    return [f"{start}{keys[0]}/{'.'.join(['0', str(n), *zeros[2:]])}" for n in places]
+    names = form.names()
+    if form.is_stacked:
+        names = [names[place] for place in b.places(b.layers).tolist()]
+    return [f"{ITEMS}/{PREFIX}{key}/{name}" for key in keys for name in names]
+
+
+def own_files(arrays: Arrays) -> dict[str, list[str]]:
+    """Returns the files of each array below the root, in the order of the layers, by key, if all
+    were written as above; they need no decoding. Returns nothing if another program wrote some, or
+    if one is damaged.
+    """
+    if sparse_copy.of(arrays.root) is not None:
+        return {}
+    found = {
+        key: _files_of(arrays.root, arrays.names[key], array.dtype.name, array.shape)
+        for key, array in arrays.opened.items()
+    }
+    return found if all(found.values()) else {}
+
+
+def _files_of(root: Path, name: str, dtype: str, shape: tuple[int, ...]) -> list[str]:
+    with suppress(MckptError):
+        stated = read_file(root / name / ZARR, 1 << 20)
+        for stacked, experts in itertools.product((False, True), repeat=2):
+            form = _Form(dtype, shape, stacked, experts)
+            if len(shape) > stacked + experts and form.zarr_json == stated:
+                paths = [f"{name}/{file}" for file in form.names()]
+                files = form.target_files(paths)
+                return paths if all(_is_whole(root, file) for file in files) else []
+    return []
+
+
+def _is_whole(root: Path, file: TargetFile) -> bool:
+    """Returns whether there is a file with this size and this end."""
+    ((at, end),) = file.fixed(None)
+    with suppress(OSError), open(root / file.path, "rb") as f:
+        return f.seek(at) == at and f.read() == end
+    return False
 
 
 def _json_files(arrays: dict[str, _Form]) -> list[TargetFile]:
@@ -129,7 +174,7 @@ def _json_files(arrays: dict[str, _Form]) -> list[TargetFile]:
     tree, out = dict[str, Any](), list[TargetFile]()
     for key, form in sorted(arrays.items()):
         name = PREFIX + key
-        out.append(TargetFile.whole(f"{ITEMS}/{name}/zarr.json", form.zarr_json))
+        out.append(TargetFile.whole(f"{ITEMS}/{name}/{ZARR}", form.zarr_json))
         parts = name.split(".")
         tree[str(tuple(parts))] = {
             "key_metadata": [{"key": part, "key_type": DICT_KEY} for part in parts],
