@@ -18,13 +18,16 @@ from torch.distributed import DeviceMesh
 
 from mckpt.trainer import train
 
+TORCH_ADAM = False  # of Megatron-Core without Transformer Engine and Apex
+
 
 def stub() -> None:
     """Replaces what asks for a GPU in either way to shard."""
     on_mesh = DeviceMesh.from_group
     # STUB: the device of the mesh
     DeviceMesh.from_group = lambda group, device_type, *a, **k: on_mesh(group, "cpu", *a, **k)
-    train.install_adam()
+    if not TORCH_ADAM:
+        train.install_adam()
     # STUB: it skips empty shards, of which the stand-in for FusedAdam then has no state; the ranks
     # would load different tensors
     DistributedOptimizer._init_optimizer_states_with_dummy_values = empty_step

@@ -19,6 +19,8 @@ dict:
     steps       optional; training steps with made-up gradients (tests/helpers/fsdp.py) before
                 `save`, which then has the optimizer
     resume      optional; true: the optimizer is loaded too, and the steps go on from there
+    torch_adam  optional; true: the steps are those of torch's AdamW, and not of a stand-in for
+                Transformer Engine's FusedAdam
 
 Each case runs, in this order, the code of pretrain_gpt.py or pretrain_hybrid.py: parse_args,
 load_args_from_checkpoint if the flags ask for it, validate_args, set_global_variables,
@@ -220,6 +222,8 @@ def run_rank(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         args.ckpt_format = "torch_dist"  # of the checkpoint that it loads
     if case.get("shards") or case.get("steps"):
         from tests.helpers import fsdp
+
+        fsdp.TORCH_ADAM = case.get("torch_adam", False)
     if case.get("resume"):
         chunks = fsdp.wrapped(args, chunks)
         optimizer, scheduler = fsdp.optimizer_of(args, chunks)

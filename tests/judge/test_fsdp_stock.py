@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,10 @@ if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.tra
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.options import SourceOptions
 from tests.helpers import fsdp_samples, tiny
+from tests.helpers.commands import refused
 from tests.helpers.fsdp_samples import EQUAL, Sample
 from tests.helpers.judging import ask
 
@@ -126,6 +129,36 @@ def test_the_trainer_goes_on_from_what_mckpt_writes_as_from_the_source(
     assert states[0].groups == states[1].groups and states[0].groups[0][0]["step"] == 5
     assert not mckpt.diff(*ends)
     assert mckpt.diff(ends[0], first).changed
+
+
+def test_the_steps_that_the_adam_of_torch_counts_are_read(tmp_path: Path) -> None:
+    """Without Transformer Engine and Apex, each weight has a number of steps, and no group has one.
+    Megatron's torch_dist of the same run has it in the groups.
+    """
+    sample = Sample("qwen3-moe", {"ep": 2}, "fsdp_dtensor")
+    start = fsdp_samples.source(sample, tmp_path / "start", fsdp_samples.SMALL_MOE)
+    opened = []
+    for one in (sample, sample._replace(form=EQUAL[sample.form])):
+        case = fsdp_samples.case(one, start, tmp_path)
+        ask(**case, torch_adam=True)
+        opened.append(Checkpoint.open(case["save"]))
+    own, same = opened
+    mckpt.plan(own.path, tmp_path / "written", format="torch_dist", parallel=own.parallel).run()
+    written = Checkpoint.open(tmp_path / "written")
+    assert own.optimizer and same.optimizer and written.optimizer
+    assert own.optimizer.groups == same.optimizer.groups == written.optimizer.groups
+    assert {g["step"] for groups in own.optimizer.groups for g in groups} == {fsdp_samples.STEPS}
+    for one in (own, written):
+        difference = mckpt.diff(one, same)
+        assert not difference and difference.same == 4 * len(own)
+    key = "optimizer.state.module.module.module.embedding.word_embeddings.weight.step"
+    index = next(Path(own.path).rglob(".metadata"))
+    file, at, length = read_metadata(index).items[key, ()]
+    path = index.with_name(file)
+    data = path.read_bytes()
+    item = data[at : at + length].replace(struct.pack("<f", 2), struct.pack("<f", 3))
+    path.write_bytes(data[:at] + item + data[at + length :])
+    refused(3, "numbers of steps (2, 3)", args=("reshard", own.path, tmp_path / "unequal"))
 
 
 def test_megatron_fsdp_v2_goes_on_from_what_mckpt_writes(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ It is stored as `torch_dcp` is, with other keys:
     model.module.(...).linear_fc1.weight_w, _v          with SwiGLU, gate and up by themselves
     model.module.(...).experts.linear_fc2.weight7       experts are numbered over all ranks
     optimizer.state.module.(...)module.KEY.exp_avg      its state
+    optimizer.state.module.(...)module.KEY.step         a tensor of one element; with torch's Adam,
+                                                        where the groups have no number of steps
     optimizer.param_to_group_meta.module.(...)KEY.lr    an object: the settings of its group
 
 The weights of the model are the master copies, rounded to the dtype in which it computes.
@@ -162,6 +164,14 @@ class FsdpDtensor(TorchDcp):
             fields.setdefault(weight, []).append((one[2], key))
         return {weight: sorted(own) for weight, own in fields.items()}
 
+    @cached_property
+    def _counts(self) -> set[float]:
+        """Returns the numbers of steps that torch's Adam counts for each weight."""
+        found = ((_STATE.fullmatch(key), key) for key in self.metadata.tensors)
+        keys = [key for one, key in found if one and one[2] == STEP]
+        distinct = dict(zip(self.directory.raw(keys), keys, strict=True))  # compared as bytes
+        return {self.directory.number_at(key) for key in distinct.values()}
+
     def _settings(self, experts: set[str]) -> list[list[dict[str, Any]]]:
         """Returns the param_groups of each optimizer.
 
@@ -183,9 +193,17 @@ class FsdpDtensor(TorchDcp):
             what = f"{self.root}: weights lack settings of the optimizer that others have:"
             lines = [f"{name}: {', '.join(sorted(fields))}" for name, fields in lacking]
             raise SourceError.of(what, lines, CURE)
+        if len(self._counts) > 1:
+            counts = ", ".join(f"{count:g}" for count in sorted(self._counts))
+            raise SourceError(
+                f"{self.root}: its weights have made different numbers of steps ({counts}), and"
+                f" Megatron's optimizers have one for all. {CURE}"
+            )
         out: list[list[dict[str, Any]]] = [[], []]
         for (expert, _, _), name in distinct.items():
             group = {field: self.directory.setting(key) for field, key in self._grouped[name]}
+            if self._counts:
+                (group[STEP],) = map(int, self._counts)
             group["is_expert_parallel"] = expert
             if group not in out[expert]:  # bytes of one value can differ, in its padding
                 out[expert].append(group)

@@ -71,9 +71,7 @@ class MfsdpV2(FsdpDtensor):
     @cached_property
     def _steps(self) -> set[float]:
         """Returns the numbers of steps that weights have made."""
-        keys = (f"{STATE}{key.removeprefix(self.prefix)}.{STEP}" for key in self._grouped)
-        found = {self.directory.number_at(k) for k in keys if k in self.metadata.tensors}
-        return found or {float(group.get(STEP, 0)) for group in self._groups}
+        return self._counts or {float(group.get(STEP, 0)) for group in self._groups}
 
     @cached_property
     def _adam(self) -> dict[str, Any]:
