@@ -63,14 +63,14 @@ def expected(source: Path, scan: bool = True) -> maxtext.Arrays:
     return maxtext.tree(config, arrays_of(source), scan)
 
 
-def model_of(case: str, tiny_model: TinyModel, folder: Path) -> Path:
+def model_of(case: str, tiny_model: TinyModel, folder: Path, dtype: str = "bfloat16") -> Path:
     """Returns a model; of Gemma with a scale of scores that published models have, and of Gemma 3
     with the number of layers that the case names.
     """
     family, _, count = case.partition("-")
     if family not in ("gemma2", "gemma3"):
-        return tiny_model(case)
-    source, target = tiny_model(family), folder / case
+        return tiny_model(case, dtype)
+    source, target = tiny_model(family, dtype), folder / case
     config = json.loads((source / "config.json").read_text())
     config["query_pre_attn_scalar"] = config["head_dim"]
     if count == "8":  # as the model of 27B
@@ -437,14 +437,9 @@ def test_damage_of_each_file_is_found(tiny_model: TinyModel, tmp_path: Path) -> 
     assert unread == {"_CHECKPOINT_METADATA"}
 
 
-def trained(case: str, folder: Path, *how: str) -> tuple[Path, Path]:
+def trained(case: str, tiny_model: TinyModel, folder: Path, *how: str) -> tuple[Path, Path]:
     """Returns a model in fp32, and the checkpoint of a training of it by optax."""
-    config = tiny.config(case)
-    source = folder / "hf"
-    source.mkdir()
-    tiny.write_json(source / "config.json", config)
-    tiny.write_weights(source, tiny.tensors(config, "float32"))
-    run = folder / "run"
+    source, run = model_of(case, tiny_model, folder, "float32"), folder / "run"
     step = maxtext.save(expected(source, "unscanned" not in how), run, "state", "trained", *how)
     (run / "config.yml").write_text("".join(f"{k}: {v:.9f}\n" for k, v in maxtext.ADAM.items()))
     return source, step
@@ -458,20 +453,28 @@ def trained(case: str, folder: Path, *how: str) -> tuple[Path, Path]:
         ("qwen3-moe", ("unscanned", "zarr3")),
         ("deepseek-v3-plain", ("ocdbt",)),
         ("llama", ("ocdbt", "zarr3")),
+        ("gemma2", ("ocdbt", "zarr3")),
+        ("gemma3-8", ("unscanned", "zarr3")),
+        ("gemma3-13", ("zarr3",)),
     ],
 )
-def test_adam_of_optax_goes_on_in_megatron(case: str, how: tuple[str, ...], tmp_path: Path) -> None:
+def test_adam_of_optax_goes_on_in_megatron(
+    case: str, how: tuple[str, ...], tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """torch's AdamW makes the next step of a checkpoint of Megatron, and optax of the one that this
     was made of. The weights are the same then, but for those that MaxText stores times a number: a
     step in them is another one.
     """
+    import ml_dtypes
     import torch
 
-    source, step = trained(case, tmp_path, *how)
-    sizes = ("--target-tp", 2, "--target-format", "torch_dist", "--megatron-version", 0.18)
+    source, step = trained(case, tiny_model, tmp_path, *how)
+    version = 0.19 if "gemma" in case else 0.18
+    sizes = ("--target-tp", 2, "--target-format", "torch_dist", "--megatron-version", version)
     command = ("reshard", step, tmp_path / "megatron", "--like", source, *sizes)
     said = good(*command, *accepted(case)).err
-    assert ("steps of layers.{layer}.attn.q.weight" in said) == (case == "llama"), said
+    assert ("steps of layers.{layer}.attn.q.weight" in said) == (case in ("llama", "gemma2")), said
+    assert ("steps of embed.weight" in said) == ("gemma" in case), said
     assert "every element of the source is used" in said
     own = Checkpoint.open(tmp_path / "megatron", SourceOptions(like=str(source)))
     assert own.files.iteration == maxtext.STEPS and own.optimizer is not None
@@ -481,29 +484,75 @@ def test_adam_of_optax_goes_on_in_megatron(case: str, how: tuple[str, ...], tmp_
     after = maxtext.save(maxtext.read(tmp_path / "run/next.npz"), tmp_path / "after", "zarr3")
     wanted = Checkpoint.open(after, SourceOptions(like=str(source)))
     for name in own:
-        scale = np.float32(1)
-        if case == "llama" and name.endswith("attn.q.weight"):
+        scale, added = np.float32(1), np.float32("gemma" in case and "norm" in name)
+        if case in ("llama", "gemma2") and name.endswith("attn.q.weight"):
             scale /= np.float32(np.sqrt(own.dims["head_dim"]))
+        if "gemma" in case and name == "embed.weight":
+            root = np.float32(np.sqrt(own.dims["hidden_size"]))
+            scale = np.float32(ml_dtypes.bfloat16(root)) if "gemma3" in case else root
         if "score_correction" in name:  # a buffer
             assert f"{name}@master" not in states
             continue
         master = states[f"{name}@master"].numpy()
         assert (own[name].numpy() == master).all()
         weight = torch.nn.Parameter(torch.tensor(master))
-        weight.grad = torch.tensor(scale * maxtext.gradient(scale * master))
+        weight.grad = torch.tensor(scale * maxtext.gradient(scale * master + added))
         adam = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         moments = {kind: torch.tensor(states[f"{name}@{kind}"].numpy()) for kind in MOMENTS}
         adam.state[weight] = {"step": torch.tensor(float(maxtext.STEPS)), **moments}
         adam.step()
         kept = np.float32(1 - 1e-3 * 0.1)
-        moved = scale * (wanted[name].numpy() - kept * master)  # by Adam, in what MaxText stores
+        # by Adam, in what MaxText stores
+        moved = scale * (wanted[name].numpy() - kept * master) + (1 - kept) * added
         found = weight.detach().numpy()
-        np.testing.assert_allclose(found, kept * master + moved, rtol=3e-7, atol=3e-7)
+        least = 3e-7 * max(1, float(scale))
+        np.testing.assert_allclose(found, kept * master + moved, rtol=3e-7, atol=least)
 
 
 @judged
-def test_adam_without_its_settings_is_refused(tmp_path: Path) -> None:
-    source, step = trained("qwen3", tmp_path, "ocdbt", "zarr3")
+@pytest.mark.parametrize(
+    ("case", "how", "order"),
+    [
+        ("gemma2", ("ocdbt", "zarr3"), (2, 3, 0, 1)),
+        ("gemma3-8", ("zarr3",), (0, 1, 2, 3, 4, 5)),
+        ("gemma3-8", ("unscanned", "zarr3"), (0, 1, 2, 3, 4, 5)),
+    ],
+)
+def test_adam_of_optax_follows_edits(
+    case: str, how: tuple[str, ...], order: tuple[int, ...], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The weights and states are rows of those without an edit, whose factors are judged above."""
+    source, step = trained(case, tiny_model, tmp_path, *how)
+    options = ("--like", source, *accepted(case))
+    good("reshard", step, tmp_path / "whole", *options, "--target-format", "torch_dist")
+    whole = Checkpoint.open(tmp_path / "whole").with_optimizer()
+    count = whole.dims["vocab_size"]
+    tiny.write_json(tmp_path / "ids.json", {str(n): count - 1 - n for n in range(count)})
+    edits = [
+        f"vocab: {{map: {tmp_path / 'ids.json'}}}",
+        f"layers: {{order: {list(order)}}}",
+        "prune: {ffn: [5-20, 1-3]}",
+    ]
+    arguments = [part for edit in edits for part in ("--edit", edit)]
+    good("edit", step, tmp_path / "out", *options, *arguments, "--format", "torch_dist")
+    found, kept = Checkpoint.open(tmp_path / "out").with_optimizer(), [*range(5, 21), 1, 2, 3]
+    layers = {name for name in whole if name.startswith(f"layers.{order[0]}.")}
+    assert len(found) == 4 * 2 + len(layers) * len(order)
+    for name in found:
+        _, layer, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", "")
+        wanted = whole[f"layers.{order[int(layer)]}.{rest}" if layer else name].numpy()
+        if name.startswith("embed."):
+            wanted = wanted[::-1]
+        elif rest.startswith(("mlp.gate.", "mlp.up.")):
+            wanted = wanted[kept]
+        elif rest.startswith("mlp.down."):
+            wanted = wanted[:, kept]
+        assert (found[name].numpy() == wanted).all(), name
+
+
+@judged
+def test_adam_without_its_settings_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source, step = trained("qwen3", tiny_model, tmp_path, "ocdbt", "zarr3")
     config, metadata = tmp_path / "run/config.yml", step / "items/_METADATA"
     command = ("reshard", step, tmp_path / "out", "--like", source, "--target-format", "torch_dist")
     text = config.read_text()

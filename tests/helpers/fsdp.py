@@ -18,6 +18,7 @@ from torch.distributed import DeviceMesh
 
 from mckpt.trainer import train
 
+STATE_DICT = ChainedOptimizer.state_dict
 TORCH_ADAM = False  # of Megatron-Core without Transformer Engine and Apex
 
 
@@ -38,6 +39,8 @@ def state_dict_of_one(self: Any, is_loading: bool = False) -> Any:
     """Returns what 0.19 needs to load torch_dcp. It asks its own ChainedOptimizer for it with a
     keyword that this does not take, and the optimizer in it for no `step`.
     """
+    if len(self.chained_optimizers) > 1:  # torch_dcp has one
+        return STATE_DICT(self)
     (one,) = self.chained_optimizers
     for group in one.optimizer.param_groups if is_loading else ():
         group.setdefault("step", 0)

@@ -27,6 +27,7 @@ from tests.helpers import fsdp_samples, maxtext
 from tests.helpers.commands import good
 from tests.helpers.judged_models import DENSE, MOE, QWEN3
 from tests.helpers.judging import ask, explain, judge
+from tests.helpers.tiny import TinyModel
 from tests.judge.test_optimizer import FORMS, FP16, JOB, MUON
 from tests.judge.test_stock import flat
 
@@ -173,15 +174,25 @@ def test_a_step_of_torchtitan_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not maxtext.PYTHON, reason="ORBAX_PYTHON names no Python with Orbax")
 @pytest.mark.parametrize(
-    ("case", "form"), [("qwen3", "torch_dist"), ("qwen3", "torch"), ("qwen3-moe", "torch_dist")]
+    ("case", "form", "how"),
+    [
+        ("qwen3", "torch_dist", ()),
+        ("qwen3", "torch", ("unscanned",)),
+        ("qwen3-moe", "torch_dist", ()),
+        ("qwen3-moe", "torch_dist", ("unscanned",)),
+        ("qwen3-moe", "torch", ()),
+    ],
 )
-def test_a_step_of_maxtext_goes_on(case: str, form: str, tmp_path: Path) -> None:
+def test_a_step_of_maxtext_goes_on(
+    case: str, form: str, how: tuple[str, ...], tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """The trainer makes of the weights and states of optax what torch's own AdamW makes of them."""
     import torch
 
-    source, step = test_orbax.trained(case, tmp_path, "ocdbt", "zarr3")
-    sizes = ["--target-ep", 2, "--target-etp", 1] * (case == "qwen3-moe")
-    args = ("reshard", step, tmp_path / "start", "--like", source, "--target-tp", 1, *sizes)
+    source, step = test_orbax.trained(case, tiny_model, tmp_path, "ocdbt", "zarr3", *how)
+    is_moe = case == "qwen3-moe"
+    sizes = ["--target-tp", 1 + is_moe, *["--target-ep", 2, "--target-etp", 1] * is_moe]
+    args = ("reshard", step, tmp_path / "start", "--like", source, *sizes)
     good(*args, "--dtype", "bf16", "--target-format", form)
     flags = [*flags_of(tmp_path / "start"), *fsdp_samples.FLAGS, *DISTRIBUTED]
     flags += ["--ckpt-format", form, "--weight-decay", "0.1", "--adam-beta2", "0.95"]
