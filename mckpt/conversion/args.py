@@ -79,14 +79,15 @@ def args_of(decided: Decided) -> Args:
     written = _new_args(decided)
     # the args of a dense model do not describe its layers, which are alike
     own = {} if decided.changes_dialect else source.args or {}
-    choices = dialect.choices_in({**written, **own})
+    replaced = _replaced(decided, written)
+    choices = dialect.choices_in({**written, **own, **replaced})
     if source.args is None or source.files.common is None:
         kept = _with_torch_dtypes(written) if decided.has_args else None
         common = new_common(kept, _iteration(decided))
         if decided.optimizer:
             common |= optimizer.common_state(decided.moved, decided.destination.format)
     else:
-        kept = _replaced(decided, written)
+        kept = replaced
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         kept.update(dict.fromkeys(dialect.outdated & own.keys()))
         if decided.changes_dialect:
@@ -99,7 +100,7 @@ def args_of(decided: Decided) -> Args:
     if target.layer_keys is not None and decided.destination.format.global_keys:
         marked = {PER_LAYER: target.layer_keys == "per_layer"}
         common["content_metadata"] = {**(common.get("content_metadata") or {}), **marked}
-    layers = target.layer_keys or _implied_layers(decided, choices)
+    layers = target.layer_keys or _implied_layers(decided, dialect.choices_in(own), choices)
     return Args(written, common, layers, choices.get("layers"))
 
 
@@ -147,12 +148,18 @@ def _iteration(decided: Decided) -> int:
     return iteration_of(str(decided.destination.iteration_name)) or 0
 
 
-def _implied_layers(decided: Decided, choices: dict[str, Any]) -> str:
-    """Returns stacked or per_layer: as the source has its global keys, else as the args imply."""
+def _implied_layers(decided: Decided, before: dict[str, Any], choices: dict[str, Any]) -> str:
+    """Returns stacked or per_layer: as the source has its global keys, else as the args imply. If
+    an edit makes the args imply others, these are returned.
+
+    before, choices: those that the args of the source and those of the target state.
+    """
     source = decided.source
     if not decided.changes_dialect:
         if source.opened.format.global_keys and decided.destination.format.global_keys:
-            return str(decided.moved.names.choices["layers"])
+            has = str(decided.moved.names.choices["layers"])
+            if has != before.get("layers") or has == choices.get("layers"):
+                return has
         fields = source.files.common.fields if source.files.common else {}
         if (fields.get("content_metadata") or {}).get(PER_LAYER):
             return "per_layer"
@@ -208,7 +215,7 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
         names += spec.keys if spec else ()
     if source.edited and not decided.changes_dialect:
         names += decided.names.mapping.following(source.model.dims, source.dims)
-    out = {name: written[name] for name in names if name in written}
+    out = {name: written.get(name) for name in names if name in written or name in own}
     if source.left_behind():
         out.update(no_save_optim=not decided.optimizer, no_save_rng=True)
     return out

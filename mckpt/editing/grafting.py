@@ -9,7 +9,7 @@ from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import EXACT, KEPT, Edit
-from mckpt.editing.layers import LAYER, NOT_BY_LAYER, numbered, ranges
+from mckpt.editing.layers import LAYER, NOT_BY_LAYER, fitted, numbered, ranges
 from mckpt.editing.pieces import (
     ADAM,
     again,
@@ -76,7 +76,7 @@ class Graft(Edit):
             raise UsageError(f"{where} has no layers of multi-token prediction")
         named = {HEAD: {"hidden_size", "vocab_size"}, TOWER: {"hidden_size"}}
         named[EMBEDDING] = named[HEAD]
-        names = named.get(self.take, {*schema().dims} - FREE)
+        names = named.get(self.take, {*schema().dims} - FREE - schema().by_layer().keys())
         layers = list(range(0 if self.take == MTP else dims["num_layers"]))
         if self._layers is not None:
             layers = self._layers
@@ -138,7 +138,7 @@ class Graft(Edit):
             for name, value in dims.items()
             if isinstance(value, list | tuple) and name not in NOT_BY_LAYER
         }
-        return {**dims, **lists, "mtp_layers": theirs["mtp_layers"]}
+        return fitted({**dims, **lists, "mtp_layers": theirs["mtp_layers"]})
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         wanted = self._wanted(dims["num_layers"])
@@ -159,7 +159,7 @@ class Graft(Edit):
             out, kept = parted(s, wanted)
             stored += kept
             for part in (part for part in out if not part.replica):
-                stored += _padding(part, shapes)
+                stored += padding(part, shapes)
                 replaced |= _weights(part)
         taken = {one for s in theirs.stored for one in _weights(s)}
         if (self.take != MTP and taken != replaced) or not taken:
@@ -244,7 +244,7 @@ def _weights(s: Stored) -> set[tuple[str, int, int]]:
     return {(name, *place) for name in names for place in places}
 
 
-def _padding(s: Stored, shapes: Mapping[str, Sequence[int]]) -> Iterator[Stored]:
+def padding(s: Stored, shapes: Mapping[str, Sequence[int]]) -> Iterator[Stored]:
     """Yields the rows of the vocabulary that the taken tensors do not have."""
     parts = [
         part

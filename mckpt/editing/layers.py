@@ -82,7 +82,7 @@ class Layers(Edit):
                 if len(value) < count:
                     continue
                 out[name] = [value[number] for number, _ in self.order] + [*value[count:]]
-        return _with_widest(out)
+        return fitted(out)
 
     def layers(self, before: list[int] | None) -> list[int] | None:
         return before and [before[number] for number, _ in self.order]
@@ -150,14 +150,12 @@ def numbered(layout: Layout, before: Dims, after: Dims) -> Layout:
     """Returns the layout with the numbers of shapes that its templates have in a model with the
     dims `after`, which may have layers of other shapes. before: those that its numbers are of.
     """
-    old, new = (sorted(set(schema().sizes(dims))) for dims in (before, after))
+    old, new = (schema().kinds(dims) for dims in (before, after))
     if old == new:
         return layout
-    marks = {
-        n: 0 if len(new) == 1 else new.index(sizes) + 1
-        for n, sizes in enumerate(old, 1)
-        if sizes in new
-    }
+    # without numbers, all layers have the sizes of the model
+    old = old or sorted(set(schema().sizes(before)))
+    marks = {n: new.index(sizes) + 1 for n, sizes in enumerate(old, 1) if sizes in new}
 
     def renamed(name: str) -> str:
         weight, at, state = plain(name).partition("@")
@@ -213,13 +211,13 @@ def ranges(value: Any) -> list[int]:
     return found
 
 
-def _with_widest(dims: Dims) -> Dims:
+def fitted(dims: Dims) -> Dims:
     """Returns dims in which the width of the mlp is that of the widest one, and layers without an
     mlp have it too.
     """
     every = list(zip(dims["layer_parts"], dims["ffn_sizes"], strict=True))
     widths = [width for parts, width in every if "mlp" in parts.split()]
-    if not widths or max(widths) == dims["ffn_size"]:
+    if not widths:
         return dims
     sizes = [width if "mlp" in parts.split() else max(widths) for parts, width in every]
     return {**dims, "ffn_size": max(widths), "ffn_sizes": sizes}

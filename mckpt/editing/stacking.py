@@ -8,13 +8,14 @@ from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import KEPT, Edit
-from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers, numbered
+from mckpt.editing.grafting import padding
+from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers, fitted, numbered
 from mckpt.editing.pieces import again, digest_of, in_files, number_of, only
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims, equal
-from mckpt.mapping.schema import CARRIED
+from mckpt.mapping.schema import CARRIED, schema
 
 BEFORE = ("embed.", "positions.", "token_types.", CARRIED)  # of tensors before the layers
 
@@ -49,6 +50,19 @@ class Stack(Edit):
     def words(self) -> str:
         return f"{counted(len(self.order), 'layer')} of {counted(1 + len(self.others), 'model')}"
 
+    def of_source(self, source: Checkpoint, dims: Dims, before: Sequence[Edit]) -> Stack:
+        """Returns the edit. Raises UsageError for models of other dims than the first one's."""
+        free = {"num_layers", *_by_layer(dims), *schema().by_layer()}
+        for other in self.others:
+            apart = [
+                f"{name}: {other.dims[name]!r}, and {value!r} in the first model"
+                for name, value in dims.items()
+                if name not in free and not equal(other.dims[name], value)
+            ]
+            if apart:
+                raise UsageError.of(f"{other.path}: is a model of other dims:", apart)
+        return self
+
     def dims(self, dims: Dims) -> Dims:
         models = [dims, *(other.dims for other in self.others)]
         for number, found in enumerate(models):
@@ -56,21 +70,12 @@ class Stack(Edit):
             Layers(own).dims(found)  # refuses layers that there are not
             if found["mtp_layers"]:
                 raise UsageError("passthrough: a model has layers of multi-token prediction")
-        lists = {n for n, v in dims.items() if isinstance(v, list | tuple)} - {*NOT_BY_LAYER}
-        for other, found in zip(self.others, models[1:], strict=True):
-            apart = [
-                f"{name}: {found[name]!r}, and {value!r} in the first model"
-                for name, value in dims.items()
-                if name not in lists and name != "num_layers" and not equal(found[name], value)
-            ]
-            if apart:
-                raise UsageError.of(f"{other.path}: is a model of other dims:", apart)
         by_layer = {
             name: [models[model][name][layer] for model, layer in self.order]
-            for name in lists
+            for name in _by_layer(dims)
             if len(dims[name]) == dims["num_layers"]
         }
-        return {**dims, **by_layer, "num_layers": len(self.order)}
+        return fitted({**dims, **by_layer, "num_layers": len(self.order)})
 
     def layers(self, before: list[int] | None) -> None:
         return None
@@ -79,6 +84,7 @@ class Stack(Edit):
         files, stored, dropped = [*layout.files], list[Stored](), dict(layout.dropped)
         after, shapes = self.dims(dims), dict[str, tuple[int, ...]]()
         models = [(layout, dims), *((other.layout, other.dims) for other in self.others)]
+        others = {n: shape for one, _ in models[1:] for n, shape in one.shapes.items()}
         for number, (one, before) in enumerate(models):
             taken = list[Stored]()
             numbers = np.array([number_of(files, file) for file in one.files], "i4")
@@ -92,8 +98,11 @@ class Stack(Edit):
                     at = [(row, n) for row, old in enumerate(held) for n in places.get(old, ())]
                     kept, lost = list(again(placed, at)), {*held} - places.keys()
                 else:
-                    kept = list(only([placed], self._around(number)))
+                    own = self._around(number)
+                    kept = list(only([placed], own))
                     lost = set() if kept else {0}
+                    if number == 0 and not s.replica:  # rows of padding are those of SRC
+                        kept += padding(placed, {n: x for n, x in others.items() if not own(n)})
                 taken += kept
                 if number == 0 and not s.replica:
                     dropped |= {
@@ -101,7 +110,7 @@ class Stack(Edit):
                         for n in lost
                     }
             found = numbered(replace(one, stored=taken), before, after)
-            stored, shapes = [*stored, *found.stored], {**shapes, **found.shapes}
+            stored, shapes = [*stored, *found.stored], {**found.shapes, **shapes}
         return replace(
             layout,
             files=files,
@@ -115,3 +124,7 @@ class Stack(Edit):
         """Returns whether a tensor outside of the layers is a model's own, by its logical name."""
         first, last = self.order[0][0], self.order[-1][0]
         return lambda name: number == (first if name.startswith(BEFORE) else last)
+
+
+def _by_layer(dims: Dims) -> set[str]:
+    return {n for n, v in dims.items() if isinstance(v, list | tuple)} - {*NOT_BY_LAYER}

@@ -233,7 +233,7 @@ class MappingFile(Struct, frozen=True):
         found: dict[tuple[object, ...], list[int]] = {}  # many rules hold for the same layers
         number_of: dict[tuple[str, int], int] = {}  # and have the same numbers
         form, here = self.form(scope), dict(scope)
-        sizes = schema().sizes(scope)
+        sizes, kinds = schema().sizes(scope), schema().kinds(scope)
 
         def at(expression: Expression, layer: int) -> Any:
             here["layer"] = layer  # a copy for each layer would take longer than most expressions
@@ -268,7 +268,7 @@ class MappingFile(Struct, frozen=True):
                     numbers = [number_of[text, layer] for layer in layers]
                 where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
                 bound = Bound(rule, *where, len(decoder))
-                out += _of_one_shape(bound, sizes) if len(set(sizes)) > 1 else [bound]
+                out += _of_one_shape(bound, sizes, kinds) if kinds else [bound]
         return _stacks(out, len(decoder))
 
     def without_mtp(self, dims: Mapping[str, Any]) -> MappingFile:
@@ -770,16 +770,19 @@ def _stacks(bound: list[Bound], num_layers: int) -> list[Bound]:
     return [b._replace(stack=some.get(b.rule.key, ())) if some else b for b in bound]
 
 
-def _of_one_shape(b: Bound, sizes: list[tuple[int, ...]]) -> list[Bound]:
+def _of_one_shape(
+    b: Bound, sizes: list[tuple[int, ...]], kinds: list[tuple[int, ...]]
+) -> list[Bound]:
     """Returns a rule of tensors that do not have the same shape in all layers once for each shape.
 
-    sizes: of each layer, as `Schema.sizes` returns them.
+    sizes: of each layer, as `Schema.sizes` returns them. kinds: those that there are, as
+        `Schema.kinds` does.
     """
     rule = b.rule
     if rule.encoder or not any(map(schema().differs, rule.of)):
         return [b]
     out = []
-    for number, kind in enumerate(sorted(set(sizes)), 1):
+    for number, kind in enumerate(kinds, 1):
         those = np.array([sizes[layer] == kind for layer in b.layers.tolist()])
         if those.any():
             # q has the same shape in all layers, and is packed with k and v

@@ -85,8 +85,15 @@ class Schema(NamedTuple):
         number = name.count(SHAPE)
         if not number:
             return dims
-        sizes = sorted(set(self.sizes(dims)))[number - 1]
+        sizes = self.kinds(dims)[number - 1]
         return {**dims, **dict(zip(self.by_layer(), sizes, strict=True))}
+
+    def kinds(self, dims: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """Returns the values of the dims of `by_layer` that layers have, in the order in which
+        templates number them; none if those of all layers are those of the model.
+        """
+        found = sorted(set(self.sizes(dims)))
+        return [] if found == [tuple(dims[name] for name in self.by_layer())] else found
 
     def by_layer(self) -> dict[str, str]:
         """Returns the dims whose values may differ between layers, each with the dim that has the

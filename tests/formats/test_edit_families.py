@@ -17,7 +17,7 @@ import yaml
 from safetensors.numpy import load_file
 
 import mckpt
-from mckpt.errors import UsageError
+from mckpt.errors import MappingError, UsageError
 from tests.formats.test_edit import same, with_layers
 from tests.helpers import made_models, tiny
 from tests.helpers.tiny import TinyModel
@@ -231,6 +231,51 @@ def test_layers_come_from_models_with_other_sets_of_shapes(
         same(out, wanted)
 
 
+def test_layers_come_from_models_with_other_widest_mlps(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The widest mlps have 512 units in `wide` and 256 in `narrow`, in Megatron's rows of padding
+    too.
+    """
+    wide, narrow = tiny_model("llama_nemotron", "float32"), tmp_path / "narrow"
+    tensors = load_file(wide / "model.safetensors")
+    mckpt.edit(wide, narrow, ["layers: {keep: [1, 3]}"])
+    others = {n: -t for n, t in load_file(narrow / "model.safetensors").items()}
+    tiny.write_weights(narrow, others)
+    (narrow / "mckpt.json").unlink()
+    runs = {path: tmp_path / f"{path.name}-run" for path in (wide, narrow)}
+    for path, run in runs.items():
+        mckpt.convert(path, run, format="torch_dist", tp=2)
+    of = {wide: tensors, narrow: others}
+    for number, order in enumerate(
+        ([(narrow, 1), (wide, 2)], [(wide, 0), (narrow, 1)], [(wide, 3), (narrow, 0)])
+    ):
+        wanted = {n: t for n, t in of[order[0][0]].items() if "embed" in n}
+        wanted |= {n: of[order[-1][0]][n] for n in ("lm_head.weight", "model.norm.weight")}
+        for new, (model, old) in enumerate(order):
+            layer = {n: t for n, t in of[model].items() if f".layers.{old}." in n}
+            wanted |= {n.replace(f".{old}.", f".{new}.", 1): t for n, t in layer.items()}
+        for form, paths in (("hf", {path: path for path in of}), ("torch_dist", runs)):
+            slices = [
+                {"sources": [{"model": str(paths[model]), "layer_range": [n, n + 1]}]}
+                for model, n in order
+            ]
+            recipe, out = tmp_path / "merge.json", tmp_path / f"{number}-{form}"
+            tiny.write_json(recipe, {"merge_method": "passthrough", "slices": slices})
+            mckpt.merge([], out, recipe=recipe)
+            if form != "hf":
+                mckpt.convert(out, tmp_path / f"{number}-back", format="hf")
+                out = tmp_path / f"{number}-back"
+            same(out, wanted)
+    mckpt.edit(
+        wide,
+        tmp_path / "into",
+        ["layers: {keep: [1, 3]}", f"graft: {{from: {narrow}, take: layers.1}}"],
+    )
+    wanted = with_layers(tensors, [(1, False), (3, False)], 4)
+    same(tmp_path / "into", wanted | {n: t for n, t in others.items() if ".layers.1." in n})
+
+
 def test_dropped_layers_of_multi_token_prediction_were_the_only_ones_of_a_shape(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -263,3 +308,50 @@ def test_a_checkpoint_of_megatron_bridge_describes_its_edited_model(
     ):
         mckpt.edit(start, tmp_path / "more", ["mtp: {add: 1}"])
     assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "keep"), [("llama_nemotron", [0]), ("llama_nemotron", [3]), ("deepseek-v3", [1, 3])]
+)
+def test_layers_that_are_alike_are_those_of_a_plain_model(
+    case: str, keep: list[int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Megatron has one key for all layers then, and its args describe one kind of layer."""
+    source, start, steps = (
+        tiny_model(case, "float32"),
+        tmp_path / "start",
+        [f"layers: {{keep: {keep}}}"],
+    )
+    mckpt.convert(source, start, format="torch_dist")
+    mckpt.edit(source, tmp_path / "hf", steps)
+    mckpt.convert(tmp_path / "hf", tmp_path / "new", format="torch_dist")
+    mckpt.edit(start, tmp_path / "out", steps)
+    wanted, found = mckpt.open(tmp_path / "new"), mckpt.open(tmp_path / "out")
+    assert set(found.opened.keys()) == set(wanted.opened.keys())
+    args = [{n: v for n, v in (one.args or {}).items() if v is not None} for one in (wanted, found)]
+    assert args[0] == args[1]
+    mckpt.convert(tmp_path / "out", tmp_path / "back", format="hf")
+    same(tmp_path / "back", load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("keep", [[1, 2], [0, 3], [1]])
+def test_attentions_of_one_kind_are_left(
+    keep: list[int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Layers 1 and 2 have windows, and twice as many heads of keys and values."""
+    source = tiny_model("mimo_v2_flash", "float32")
+    tensors = load_file(source / "model.safetensors")
+    wanted = with_layers(
+        {n: t for n, t in tensors.items() if "mtp" not in n}, [(n, False) for n in keep], 4
+    )
+    mckpt.convert(source, tmp_path / "start", format="torch_dist")
+    steps = [f"layers: {{keep: {keep}}}", "mtp: {drop: true}"]
+    for name, path in (("one", source), ("other", tmp_path / "start")):
+        mckpt.edit(path, tmp_path / name, steps, format="hf")
+        same(tmp_path / name, wanted)
+        assert np.isfinite(
+            tiny.hf_logits(tmp_path / name, made_models.tokens("mimo_v2_flash"))
+        ).all()
+    if keep != [0, 3]:
+        with pytest.raises(MappingError, match="Megatron-Bridge has one key for all layers then"):
+            mckpt.edit(source, tmp_path / "dist", steps, format="torch_dist")
