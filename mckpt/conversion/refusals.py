@@ -10,6 +10,7 @@ from typing import Any
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown, family_for
+from mckpt.checkpoint.logical import Reader
 from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
@@ -380,7 +381,7 @@ def dropped(source: Checkpoint, check_replicas: bool) -> list[str]:
     look = check_replicas or not source.is_megatron
     # as the files have them: an edit may cut a tensor into a piece for each row
     plain = source if source.merging is None else replace(source, merging=None)
-    if look and (apart := plain.reader.check_replicas()):
+    if look and (apart := _compared(plain, source.dims).check_replicas()):
         tied = not source.is_megatron and source.dims["tied"]
         raise SourceError.of(
             f"{source.path}: holds different copies of one tensor, and mckpt cannot tell which"
@@ -389,3 +390,14 @@ def dropped(source: Checkpoint, check_replicas: bool) -> list[str]:
             _OWN_HEAD * tied,
         )
     return source.reader.padding()
+
+
+def _compared(source: Checkpoint, after: Dims) -> Reader:
+    """Returns the tensors whose copies are compared: not those that layers of multi-token
+    prediction have, if an edit drops these. after: the dims of the edited model.
+    """
+    if not source.dims["mtp_layers"] or after["mtp_layers"]:
+        return source.reader
+    copies = {bound.rule.key for bound in source.names.bound if bound.rule.mtp}
+    stored = [s for s in source.layout.stored if not (s.replica and s.key in copies)]
+    return Reader(replace(source.layout, stored=stored))

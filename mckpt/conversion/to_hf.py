@@ -293,5 +293,5 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     raise MappingError.of(
         f"{source.path}: no family computes what its args describe:",
         [f"{name}: {'; '.join(why.values())}" for name, why in found.others],
-        "give --like HF_DIR, or --mapping FILE of your own family",
+        "give --like HF_DIR, --family NAME, or --mapping FILE of your own family",
     )

@@ -212,15 +212,20 @@ def ranges(value: Any) -> list[int]:
 
 
 def fitted(dims: Dims) -> Dims:
-    """Returns dims in which the width of the mlp is that of the widest one, and layers without an
-    mlp have it too.
+    """Returns dims in which the width of the mlp is that of the widest one, which layers without an
+    mlp have too, and without the sizes of Mamba-2 layers and gated delta nets if there are none.
     """
     every = list(zip(dims["layer_parts"], dims["ffn_sizes"], strict=True))
-    widths = [width for parts, width in every if "mlp" in parts.split()]
-    if not widths:
-        return dims
-    sizes = [width if "mlp" in parts.split() else max(widths) for parts, width in every]
-    return {**dims, "ffn_size": max(widths), "ffn_sizes": sizes}
+    parts = {part for listed, _ in every for part in listed.split()}
+    starts = ("mamba_",) * ("mamba" not in parts and not dims["parallel_mamba"])
+    starts += ("linear_",) * (not any(dims["linear_layers"]))
+    lost = (name for name in schema().dims if name.startswith(starts) and name != "linear_layers")
+    out = {**dims, **{n: neutral(dims) for n in lost if (neutral := schema().dims[n].neutral)}}
+    widths = [width for listed, width in every if "mlp" in listed.split()]
+    if widths:
+        out["ffn_size"] = widest = max(widths)
+        out["ffn_sizes"] = [width if "mlp" in one.split() else widest for one, width in every]
+    return out
 
 
 def _starts(source: Checkpoint) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.forms import is_part
 from mckpt.mapping.reading import load, names
@@ -38,5 +40,17 @@ def families_for(dims: Dims) -> Fitting:
             others.append((name, why))
         else:
             fit.append(family)
-    others.sort(key=lambda one: ("requires" in one[1], len(one[1]), one[0]))
-    return Fitting(fit, others)
+    if fit:
+        return Fitting(fit, others)
+    ranked = sorted((_distance(name, why, dims), name, why) for name, why in others)
+    return Fitting(fit, [(name, why) for _, name, why in ranked])
+
+
+def _distance(name: str, why: dict[str, str], dims: Dims) -> int:
+    """Returns how many dims a family would compute otherwise, and one more for values that it does
+    not support or models that it is not for.
+    """
+    if not {"requires", "config"} & why.keys():
+        return len(why)
+    apart = replace(load("hf", name), expect={}).inexact(dims)
+    return len(dims) if "config" in apart else len(apart) + 1

@@ -17,7 +17,7 @@ import yaml
 from safetensors.numpy import load_file
 
 import mckpt
-from mckpt.errors import MappingError, UsageError
+from mckpt.errors import MappingError, SourceError, UsageError
 from tests.formats.test_edit import same, with_layers
 from tests.helpers import made_models, tiny
 from tests.helpers.tiny import TinyModel
@@ -355,3 +355,62 @@ def test_attentions_of_one_kind_are_left(
     if keep != [0, 3]:
         with pytest.raises(MappingError, match="Megatron-Bridge has one key for all layers then"):
             mckpt.edit(source, tmp_path / "dist", steps, format="torch_dist")
+
+
+@pytest.mark.parametrize(
+    ("case", "keep"), [("nemotron_h", [4, 6, 7]), ("bamba", [1, 3]), ("qwen3_next", [1, 3])]
+)
+def test_the_layers_that_are_left_are_attentions_and_mlps(
+    case: str, keep: list[int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The model has no sizes of Mamba-2 layers and gated delta nets any more."""
+    source, start, steps = (
+        tiny_model(case, "float32"),
+        tmp_path / "start",
+        [f"layers: {{keep: {keep}}}"],
+    )
+    mckpt.convert(source, start, format="torch_dist")
+    tensors = mckpt.open(source)
+    places = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(keep)}
+    for number, (path, form) in enumerate(
+        (path, form) for path in (source, start) for form in ("hf", "torch_dist")
+    ):
+        out = tmp_path / f"{number}"
+        mckpt.edit(path, out, steps, format=form)
+        found = mckpt.open(out)
+        assert found.dims["mamba_heads"] == found.dims["linear_key_heads"] == 0
+        for name, tensor in tensors.items():
+            first = re.match(r"layers\.\d+\.", name)
+            if first is None or first[0] in places:
+                new = name if first is None else places[first[0]] + name[first.end() :]
+                assert (found[new].numpy() == tensor.numpy()).all(), name
+        if form != "hf":
+            mckpt.convert(out, tmp_path / "back", format="hf", overwrite=True)
+            out = tmp_path / "back"
+        assert np.isfinite(tiny.hf_logits(out, made_models.tokens(case))).all()
+
+
+def test_a_model_of_no_family_names_the_nearest_one(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mckpt.edit(
+        tiny_model("qwen3_next", "float32"),
+        tmp_path / "out",
+        ["mtp: {add: 2}"],
+        format="torch_dist",
+    )
+    shutil.rmtree(tmp_path / "out" / "hf", ignore_errors=True)
+    with pytest.raises(MappingError, match=r"describe:\n  - qwen3_next: it is for models where"):
+        mckpt.convert(tmp_path / "out", tmp_path / "hf", format="hf")
+
+
+def test_dropped_layers_of_multi_token_prediction_may_have_another_embedding(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source, copy = tmp_path / "source", "model.layers.4.embed_tokens.weight"
+    shutil.copytree(tiny_model("deepseek-v3", "float32"), source)
+    tensors = load_file(source / "model.safetensors")
+    tiny.write_weights(source, tensors | {copy: tensors[copy] + 1})
+    decoder = {n: t for n, t in tensors.items() if ".layers.4." not in n}
+    mckpt.edit(source, tmp_path / "out", ["mtp: {drop: true}"])
+    same(tmp_path / "out", decoder)
+    with pytest.raises(SourceError, match="holds different copies of one tensor"):
+        mckpt.edit(source, tmp_path / "kept", ["layers: {keep: 0-2}"])

@@ -217,7 +217,10 @@ def test_the_optimizers_state_comes_along_or_is_new(stated: bool, tmp_path: Path
         ("{from: OTHER, take: guess}", ["no tensor has such a name", "mckpt inspect --tensors"]),
         ("{take: mtp}", ["wants from, a checkpoint, and take"]),
         ("{from: OTHER, take: 3}", ["wants from, a checkpoint, and take"]),
-        ("{from: NARROW, take: layers.1}", ["ffn_size: 80, and 96 in SRC", "of the same model"]),
+        (
+            "{from: NARROW, take: layers.1}",
+            ["ffn_sizes: [80], and [96] in SRC", "of the same model"],
+        ),
         ("{from: SHORT, take: head}", ["vocab_size: 64, and"]),
         ("{from: SHORT, take: embed.*}", ["vocab_size: 64, and"]),
         ("{from: WIDE, take: embedding}", ["do `- untie` first"]),
