@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from mckpt.mapping.schema import CARRIED, SHAPE, schema
 LAYER = "{layer}"
 # dims that are lists, and not one value for each layer
 NOT_BY_LAYER = ("mamba_multipliers", "mlp_multipliers")
+INDEXERS = ("indexer_period", "indexer_offset")  # dims that state which layers have one
 # the tensors that make what a layer adds to the residual stream
 OUTPUTS = re.compile(
     r"layers\.\{layer\}\.(attn\.o|cross\.o|linear\.out|mamba\.out|mlp\.down|embed\.proj"
@@ -82,7 +84,16 @@ class Layers(Edit):
                 if len(value) < count:
                     continue
                 out[name] = [value[number] for number, _ in self.order] + [*value[count:]]
-        return fitted(out)
+        held = [has_indexer(number, dims) for number, _ in self.order]
+        for (number, silent), own, after in zip(self.order, held, held[1:], strict=False):
+            if silent and own and not after:
+                raise UsageError(
+                    f"layers: silent_after {number}: the next layer takes the keys that layer"
+                    f" {number} chose, and would take those of its copy; put the copy behind the"
+                    " last layer that takes them"
+                )
+        held += [has_indexer(count + number, dims) for number in range(dims["mtp_layers"])]
+        return with_indexers("layers", fitted(out), held)
 
     def layers(self, before: list[int] | None) -> list[int] | None:
         return before and [before[number] for number, _ in self.order]
@@ -226,6 +237,36 @@ def fitted(dims: Dims) -> Dims:
         out["ffn_size"] = widest = max(widths)
         out["ffn_sizes"] = [width if "mlp" in one.split() else widest for one, width in every]
     return out
+
+
+def has_indexer(layer: int, dims: Dims) -> bool:
+    """Returns whether a layer chooses keys itself; others take those of the layer before."""
+    first = max(dims["indexer_offset"], 1)
+    return bool(max(layer + 1 - first, 0) % dims["indexer_period"] == 0)
+
+
+def with_indexers(edit: str, dims: Dims, held: Sequence[bool]) -> Dims:
+    """Returns dims with the period and the offset of the indexers that layers hold.
+
+    dims: with those of the model before. held: whether each layer of the edited model has one.
+    Raises UsageError for layers that no period describes.
+    """
+    if dims["indexer_period"] == 1:
+        return dims
+    numbers = range(1, len(held) + 1)
+    for period, offset in [
+        (dims["indexer_period"], dims["indexer_offset"]),
+        *product(numbers, numbers),
+    ]:
+        found = {**dims, "indexer_period": period, "indexer_offset": offset if period > 1 else 0}
+        if all(has_indexer(layer, found) == one for layer, one in enumerate(held)):
+            return found
+    having = ", ".join(str(layer) for layer, one in enumerate(held) if one)
+    raise UsageError(
+        f"{edit}: the edited model would have indexers in the layers {having or 'none'} of"
+        f" {len(held)}, and a config has a first layer with one and a period alone"
+        f" ({dims['indexer_period']} before the edit); keep and leave out whole periods of layers"
+    )
 
 
 def _starts(source: Checkpoint) -> tuple[str, ...]:

@@ -8,7 +8,13 @@ from typing import Any
 
 from mckpt.checkpoint.checkpoint import without_mtp_layers
 from mckpt.editing.edits import EXACT, Edit
-from mckpt.editing.layers import LAYER, numbered, refuse_apart
+from mckpt.editing.layers import (
+    LAYER,
+    has_indexer,
+    numbered,
+    refuse_apart,
+    with_indexers,
+)
 from mckpt.editing.pieces import again, file_of, kinds_of_new, new_values, under, with_new_states
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import ZEROS, Box, Layout, Stored
@@ -63,7 +69,8 @@ class MultiToken(Edit):
             names = dim.neutral.names if dim.type == "list" and dim.neutral else ()
             if "mtp_layers" in names or "moe_layers" in names:
                 out[name] = [*dims[name], *[dims[name][count - 1]] * self.add]
-        return out
+        held = [has_indexer(layer, dims) for layer in range(count + dims["mtp_layers"])]
+        return with_indexers("mtp", out, [*held, *[has_indexer(count - 1, dims)] * self.add])
 
     def layout(self, layout: Layout, dims: Dims) -> Layout:
         count, first = dims["num_layers"], dims["num_layers"] + dims["mtp_layers"]

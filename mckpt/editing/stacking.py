@@ -9,7 +9,16 @@ from typing import Any
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import KEPT, Edit
 from mckpt.editing.grafting import padding
-from mckpt.editing.layers import LAYER, NOT_BY_LAYER, Layers, fitted, numbered
+from mckpt.editing.layers import (
+    INDEXERS,
+    LAYER,
+    NOT_BY_LAYER,
+    Layers,
+    fitted,
+    has_indexer,
+    numbered,
+    with_indexers,
+)
 from mckpt.editing.pieces import again, digest_of, in_files, number_of, only
 from mckpt.errors import UsageError, counted
 from mckpt.geometry.box import Layout, Stored
@@ -52,7 +61,7 @@ class Stack(Edit):
 
     def of_source(self, source: Checkpoint, dims: Dims, before: Sequence[Edit]) -> Stack:
         """Returns the edit. Raises UsageError for models of other dims than the first one's."""
-        free = {"num_layers", *_by_layer(dims), *schema().by_layer()}
+        free = {"num_layers", *INDEXERS, *_by_layer(dims), *schema().by_layer()}
         for other in self.others:
             apart = [
                 f"{name}: {other.dims[name]!r}, and {value!r} in the first model"
@@ -75,7 +84,9 @@ class Stack(Edit):
             for name in _by_layer(dims)
             if len(dims[name]) == dims["num_layers"]
         }
-        return fitted({**dims, **by_layer, "num_layers": len(self.order)})
+        held = [has_indexer(layer, models[model]) for model, layer in self.order]
+        out = fitted({**dims, **by_layer, "num_layers": len(self.order)})
+        return with_indexers("passthrough", out, held)
 
     def layers(self, before: list[int] | None) -> None:
         return None

@@ -414,3 +414,50 @@ def test_dropped_layers_of_multi_token_prediction_may_have_another_embedding(
     same(tmp_path / "out", decoder)
     with pytest.raises(SourceError, match="holds different copies of one tensor"):
         mckpt.edit(source, tmp_path / "kept", ["layers: {keep: 0-2}"])
+
+
+@pytest.mark.parametrize(
+    ("step", "order"),
+    [
+        ("{drop: 1}", [0, 2, 3]),
+        ("{order: [0, 1, 1, 2, 3]}", [0, 1, 1, 2, 3]),
+        ("{keep: 0}", [0]),
+        ("{keep: [0, 2]}", [0, 2]),
+        ("{silent_after: 1}", [0, 1, 1, 2, 3]),
+    ],
+)
+def test_the_period_of_indexers_follows_the_layers(
+    step: str, order: list[int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Layers 0 and 2 of 4 have an indexer; the others take the keys of the layer before."""
+    source, case = tiny_model("glm_moe_dsa", "float32"), "glm_moe_dsa"
+    mckpt.edit(source, tmp_path / "out", [f"layers: {step}"])
+    tensors, found = mckpt.open(source), mckpt.open(tmp_path / "out")
+    wanted = {name: tensors[name] for name in tensors if not name.startswith("layers.")}
+    for new, old in enumerate(order):
+        start = f"layers.{old}."
+        layer = (name for name in tensors if name.startswith(start))
+        wanted |= {f"layers.{new}.{n.removeprefix(start)}": tensors[n] for n in layer}
+    assert set(found) == set(wanted)
+    if "silent" not in step:
+        assert all((found[n].numpy() == t.numpy()).all() for n, t in wanted.items())
+    logits = tiny.hf_logits(tmp_path / "out", made_models.tokens(case))
+    assert np.isfinite(logits).all()
+    if "silent" in step:
+        assert (logits == tiny.hf_logits(source, made_models.tokens(case))).all()
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("layers: {drop: 0}", "would have indexers in the layers 1 of 3"),
+        ("layers: {silent_after: 0}", "the next layer takes the keys that layer 0 chose"),
+        ("mtp: {add: 1}", "would have indexers in the layers 0, 2 of 5"),
+    ],
+)
+def test_indexers_that_no_period_describes_are_refused(
+    step: str, words: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        mckpt.edit(tiny_model("glm_moe_dsa", "float32"), tmp_path / "out", [step])
+    assert not (tmp_path / "out").exists()
