@@ -266,6 +266,8 @@ def with_indexers(edit: str, dims: Dims, held: Sequence[bool]) -> Dims:
         f"{edit}: the edited model would have indexers in the layers {having or 'none'} of"
         f" {len(held)}, and a config has a first layer with one and a period alone"
         f" ({dims['indexer_period']} before the edit); keep and leave out whole periods of layers"
+        + ", or do `mtp: {drop: true}` first"
+        * bool(dims["mtp_layers"])
     )
 
 

@@ -543,8 +543,9 @@ def lists_of(node: Any, count: int, path: tuple[str, ...] = ()) -> Iterator[tupl
             yield (*path, key)
 
 
-# the layers of GLM-5.2 that share the choice of another one are known by a period
-REFUSED = {("glm-5.2", 0), ("glm-5.2", 1)}
+# the layers that have an indexer would not be those of a period: the second one takes the keys of
+# the first, and that of multi-token prediction has one
+REFUSED = {("glm_moe_dsa", 0), ("glm-5.2", 77)}
 
 
 WITH_PARTS = sorted(
@@ -564,16 +565,16 @@ def test_a_config_follows_a_layer_that_is_left_out(path: Path) -> None:
     if before["encoder_layers"] or before["layer_embed_dim"]:  # no edit changes these layers
         return
     for dropped in {0, 1, count - 1} if count > 1 else ():
+        if (path.stem, dropped) in REFUSED:
+            with pytest.raises(UsageError, match="would have indexers in the layers"):
+                Layers.of({"drop": dropped}, before).dims(before)
+            continue
         after = Layers.of({"drop": dropped}, before).dims(before)
         kept = [number for number in range(count) if number != dropped]
         made = family.followed(config, before, after, kept)
         changed = [name for name in before if not mapping.equal(before[name], after[name])]
         made = family.restate(made, after, family.to_restate(made, after, changed))
         if family.inexact(after):
-            continue
-        if (path.stem, dropped) in REFUSED:
-            with pytest.raises(MappingError, match="index_topk_freq"):
-                family.read(made)
             continue
         again = family.read(made)
         assert {n: again[n] for n in after if not mapping.equal(again[n], after[n])} == {}
