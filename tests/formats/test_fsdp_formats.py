@@ -19,6 +19,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import chunked, fsdp_writing
 from tests.formats.test_optimizer_files import change_args
 from tests.helpers import damages, made_models, tiny
@@ -384,6 +385,20 @@ def test_damage_of_each_file_is_found(name: str, tmp_path: Path) -> None:
     saved = unpacked(name, tmp_path)
     source, like = (saved / "saved", saved / "hf") if name == V2 else (saved, None)
     damages.of_each_file(source, tmp_path / "out", like=like, commands=damages.BOTH)
+
+
+def test_a_file_of_another_step_is_an_error(tmp_path: Path) -> None:
+    """Each weight has the number of steps of its group."""
+    saved = unpacked(FSDP, tmp_path)
+    path, items = unit(saved) / "__1_0.distcp", read_metadata(unit(saved) / ".metadata").items
+    data, two, three = bytearray(path.read_bytes()), b"K\x02.", b"K\x03."
+    own = [i for (key, _), i in items.items() if key.endswith(".step") and i[0] == path.name]
+    assert len(own) == 25
+    for _, start, length in own:
+        at = data.index(two, start, start + length)
+        data[at : at + len(two)] = three
+    path.write_bytes(data)
+    refused(3, "different numbers of steps", "2", "3", args=("reshard", saved, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

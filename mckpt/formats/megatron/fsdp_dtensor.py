@@ -204,7 +204,8 @@ class FsdpDtensor(TorchDcp):
             group = {field: self.directory.setting(key) for field, key in self._grouped[name]}
             if self._counts:
                 (group[STEP],) = map(int, self._counts)
-            group["is_expert_parallel"] = expert
+            # as each has parameters, other numbers of steps are those of another save
+            group |= {"is_expert_parallel": expert, "params": [0]}
             if group not in out[expert]:  # bytes of one value can differ, in its padding
                 out[expert].append(group)
         if not distinct:
