@@ -140,7 +140,7 @@ class Arrays(ReadOnly):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (shown(str(self.root)), self.orders)
+        return Arrays, (Path(shown(str(self.root))), self.orders)
 
     def list(self) -> dict[str, Object]:
         return self.objects
@@ -206,11 +206,6 @@ def _in_store(url: str) -> Any:
     bucket, _, path = url.removeprefix("s3://").partition("/")
     place = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": server}
     return {**place, "aws_region": region or "us-east-1"}
-
-
-def _again(root: str, orders: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """Returns the arrays of another process."""
-    return Arrays(Path(root), orders)
 
 
 def _raise(where: object, error: Exception) -> NoReturn:
