@@ -30,8 +30,7 @@ from mckpt.containers.safe_pickle import short
 from mckpt.containers.torch_spans import Item
 from mckpt.formats.base import Format, Names, packed, stored_shape
 from mckpt.formats.megatron.chunked import Chunked
-from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer
-from mckpt.formats.megatron.optimizer.kinds import NO_OPTIMIZER
+from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer, kinds
 from mckpt.formats.megatron.orbax_arrays import COUNT, METADATA, STARTS, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out, own_files
 from mckpt.formats.megatron.run_config import read_section
@@ -173,7 +172,7 @@ class Orbax(TorchAdam):
             why = f"{more} is no state of {ADAMW}" if more else f"{path}: opt_type is {short(kind)}"
             self.lacking = (
                 f"{self.root}: is of another optimizer than {ADAMW}, which mckpt does not convert:"
-                f" {why}. {NO_OPTIMIZER.capitalize()}"
+                f" {why}. {kinds.NO_OPTIMIZER.capitalize()}"
             )
         _, b1, b2, eps, decay, lr = stated
         group = {"betas": (b1, b2), "eps": eps, "weight_decay": decay, "lr": lr}
