@@ -240,16 +240,18 @@ class MappingFile(Struct, frozen=True):
             return expression(here)
 
         def holding(when: Expression, layers: list[int]) -> list[int]:
-            if layers and "layer" in when.names:
+            if "layer" in when.names:
                 return [layer for layer in layers if at(when, layer)]
-            return layers if layers and when(scope) else []
+            return layers if when(scope) else []
 
         for rule in self.rules if rules is None else rules:
             rule = rule._replace(key=form.rename(rule.key)) if form.names else rule
             layers_of = mtp if rule.mtp else encoder if rule.encoder else decoder
             every = layers_of if "layer" in rule.indices else range(1)
             layers, which = list(every), tuple[object, ...]((every,))
-            for when in rule.when if every else ():
+            for when in rule.when:
+                if not layers:
+                    break
                 which = (*which, when.text)
                 if which not in found:
                     try:

@@ -362,17 +362,23 @@ def dialect_of(
     run_config.yaml, in which one of the `specs` of a dialect decides before the keys. dist: the
     format is torch_dist, which has none of the keys that a dialect has `when: not dist`.
     """
-    known = names("megatron")
     # layers and experts have the same names: each name is looked up once
     counts = Counter(_NUMBERS.sub("0", key) for key in keys)
 
-    def score(file: MappingFile) -> tuple[bool, int, bool]:
-        stated = any(spec in run_config for spec in file.specs)
-        possible = (r for r in file.rules if not (dist and any(map(_never_dist, r.when))))
-        known = {_NUMBERS.sub("0", first_key(rule.key)) for rule in possible}
-        return stated, sum(counts[key] for key in known if key in counts), file.default
+    def score(name: str) -> tuple[bool, int, bool]:
+        file = load("megatron", name, own)
+        found = sum(counts[key] for key in _first_keys(name, own, dist) if key in counts)
+        return any(spec in run_config for spec in file.specs), found, file.default
 
-    return max((load("megatron", name, own) for name in known), key=score)
+    return load("megatron", max(names("megatron"), key=score), own)
+
+
+@functools.cache
+def _first_keys(name: str, own: str | None, dist: bool) -> frozenset[str]:
+    """Returns the keys of a dialect that `dialect_of` looks for, with 0 for each number."""
+    rules = load("megatron", name, own).rules
+    possible = (r for r in rules if not (dist and any(map(_never_dist, r.when))))
+    return frozenset(_NUMBERS.sub("0", first_key(rule.key)) for rule in possible)
 
 
 def _never_dist(when: Expression) -> bool:

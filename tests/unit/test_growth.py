@@ -77,7 +77,7 @@ def own_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     shutil.copytree(FOLDER, folder)
 
     def forget() -> None:
-        for cached in (reading.names, reading.load, schema):
+        for cached in (reading.names, reading.load, reading._first_keys, schema):
             cached.cache_clear()
 
     monkeypatch.setattr(reading, "FOLDER", folder)
