@@ -37,12 +37,13 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
-# pickles that a TorchFileReader keeps: files come stage by stage, and a value takes 10 times the
-# memory of its pickle
-_MAX_KNOWN = 2
+# pickles that a TorchFileReader keeps: two of any size, because files come stage by stage, and more
+# if they are small; a value takes 10 times the memory of its pickle
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 2, 1 << 20
 _SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs, and only logs it
 
 Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
+Records = dict[str, tuple[int, int, int | None]]  # name -> (offset, bytes, crc32 or None)
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -235,23 +236,36 @@ def read(fd: int, where: str, base: int = 0, length: int | None = None) -> tuple
 class TorchFileReader:
     """Reads many files, and parses equal pickles of files that follow each other once.
 
-    The ranks of one pipeline stage have equal pickles, unless their args name the rank. Pickles are
-    compared whole, not by a hash. Files with equal pickles share one value, which must not be
-    changed.
+    The ranks of one pipeline stage have equal pickles, unless their args name the rank, and so have
+    the items of a .distcp that have one shape and dtype. Pickles are compared whole, not by a hash.
+    Files with equal pickles share one value, which must not be changed.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, tuple[Any, list[Storage]]] = OrderedDict()
+        self._num_bytes = 0
 
-    def read(self, fd: int, where: str) -> tuple[Any, Ranges]:
-        """Reads one file, as the function `read` does."""
-        return _read(fd, where, 0, None, self._loaded)
+    def read(
+        self,
+        fd: int,
+        where: str,
+        base: int = 0,
+        length: int | None = None,
+        known: Records | None = None,
+    ) -> tuple[Any, Ranges]:
+        """Reads one file, as the function `read` does. known: what `records` has returned for it,
+        which is not read again.
+        """
+        return _read(fd, where, base, length, self._loaded, known)
 
     def _loaded(self, data: bytes, where: str) -> tuple[Any, list[Storage]]:
-        found = self._known.pop(data, None) or _loaded(data, where)
+        found = self._known.pop(data, None)
+        if found is None:
+            found = _loaded(data, where)
+            self._num_bytes += len(data)
         self._known[data] = found
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+        while len(self._known) > _MAX_KNOWN and self._num_bytes > _MAX_KNOWN_BYTES:
+            self._num_bytes -= len(self._known.popitem(last=False)[0])
         return found
 
 
@@ -268,6 +282,7 @@ def _read(
     base: int,
     length: int | None,
     load: Callable[[bytes, str], tuple[Any, list[Storage]]],
+    known: Records | None = None,
 ) -> tuple[Any, Ranges]:
     room = os.fstat(fd).st_size - base
     length = room if length is None else length
@@ -278,7 +293,7 @@ def _read(
         )
     if pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
         return torch_stream.read(fd, where, base, length)
-    found = _directory(fd, where, base, length)
+    found: Records = known or dict(_directory(fd, where, base, length))
     records = {name: (at, size) for name, (at, size, _) in found.items()}
     if "data.pkl" not in records:
         raise SourceError(
@@ -315,9 +330,7 @@ def _read(
     return value, ranges
 
 
-def records(
-    fd: int, where: str, base: int = 0, length: int | None = None
-) -> dict[str, tuple[int, int, int | None]]:
+def records(fd: int, where: str, base: int = 0, length: int | None = None) -> Records:
     """Returns {record: (offset in the file, bytes, crc32)} of a torch.save file, or of an item of a
     .distcp; nothing for a file from before torch 1.6, which has no records.
 

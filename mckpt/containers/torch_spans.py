@@ -31,22 +31,24 @@ def spans(items: Iterable[Item], problems: list[str], keep: str = "") -> Iterato
     A tensor that is a view of every second element, for example, has the range from its first to
     its last element.
     """
+    reader = torch_file.TorchFileReader()
     for item in items:
         try:
-            for span in _spans(item):
+            for span in _spans(item, reader):
                 yield span._replace(name=span.name.removeprefix(f"{keep}.") if keep else span.name)
         except MckptError as e:
             problems.append(f"{e}")
 
 
-def _spans(item: Item) -> Iterator[Span]:
+def _spans(item: Item, reader: torch_file.TorchFileReader) -> Iterator[Span]:
     """Yields the records of one item, and the tensors in it."""
     path, name, base, length = item
     where = f"{path}: {name}" if name else path
     with opened(path) as fd:
-        for record, (at, nbytes, crc) in torch_file.records(fd, where, base, length).items():
+        records = torch_file.records(fd, where, base, length)
+        for record, (at, nbytes, crc) in records.items():
             yield Span(f"{name} record {record}".lstrip(), path, at, nbytes, crc=crc)
-        value, data = torch_file.read(fd, where, base, length)
+        value, data = reader.read(fd, where, base, length, records)
     for key, view in _tensors(value, name):
         if not math.prod(view.shape):
             continue
