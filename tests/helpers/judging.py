@@ -91,13 +91,13 @@ def chosen_cases(session: pytest.Session) -> set[str]:
 
 
 class Session:
-    """A process that has imported a program beside this file, and runs its cases in forks
+    """A process that runs the cases of the programs beside this file in forks
     (tests/helpers/session.py).
 
     It ends with this process, which holds the other end of its stdin.
     """
 
-    def __init__(self, program: str, te: bool = False, python: str = sys.executable) -> None:
+    def __init__(self, te: bool, python: str) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
         path = [str(HERE / "fake_te")] * te
         path += [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -110,7 +110,7 @@ class Session:
             "JUDGE_PARENT": str(os.getpid()),
         }
         self.process = subprocess.Popen(
-            [python, str(HERE / "session.py"), program],
+            [python, str(HERE / "session.py")],
             env=environ,
             bufsize=0,
             stdin=subprocess.PIPE,
@@ -119,8 +119,9 @@ class Session:
             start_new_session=True,
         )
 
-    def launch(self, cases: list[Case], ranks: int, out: Path, timeout: float) -> str:
-        """Runs cases in one fork, whose own forks are the ranks; returns the end of its log.
+    def launch(self, program: str, cases: list[Case], ranks: int, out: Path, timeout: float) -> str:
+        """Runs cases of a program in one fork, whose own forks are the ranks; returns the end of
+        its log.
 
         The ranks, and the manager processes that megatron-core's saver forks, are one process
         group, which is always killed at the end.
@@ -130,7 +131,7 @@ class Session:
             "MASTER_PORT": str(launching.free_port()),
             "WORLD_SIZE": str(ranks),
         }
-        job = {"cases": cases, "out": str(out), "environ": environ}
+        job = {"program": program, "cases": cases, "out": str(out), "environ": environ}
         pipe, answers = self.process.stdin, self.process.stdout
         assert pipe is not None and answers is not None
         with contextlib.suppress(BrokenPipeError):  # answer() tells why
@@ -156,9 +157,20 @@ class Session:
         raise RuntimeError(f"the session ended:\n{self.log.read()[-6000:].decode()}")
 
 
-# Each has 0.7 GB of memory, and the tests of one file need at most three. One that leaves the cache
-# ends.
-session = functools.lru_cache(maxsize=3)(Session)
+session = functools.lru_cache(maxsize=3)(Session)  # one that leaves the cache ends
+
+
+def launch(
+    program: str,
+    cases: list[Case],
+    ranks: int,
+    out: Path,
+    timeout: float,
+    te: bool = False,
+    python: str = sys.executable,
+) -> str:
+    """Runs cases of a program in one launch of a session: see `Session.launch` and `judge`."""
+    return session(te, python).launch(program, cases, ranks, out, timeout)
 
 
 def plain(value: Any) -> Any:
@@ -192,7 +204,7 @@ def judge(
     left = cases
     while left:
         limit_s = deadline - time.monotonic()
-        log = session(program, te, python).launch(left, ranks, directory, limit_s)
+        log = launch(program, left, ranks, directory, limit_s, te, python)
         while left and (directory / f"{left[0]['name']}.json").exists():
             results[left[0]["name"]] = read_result(directory, left[0]["name"])
             left = left[1:]

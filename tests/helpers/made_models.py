@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers import renamed, tiny
-from tests.helpers.judging import session
+from tests.helpers.judging import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ROOT / "fixtures" / "families"
@@ -122,7 +122,7 @@ def make(cases: Iterable[str], out: Path) -> None:
     """Writes each case to out/CASE, in a process of its own."""
     out.mkdir(parents=True, exist_ok=True)
     chosen = list(cases)
-    log = session("made_models").launch([{"name": case} for case in chosen], 1, out, 600)
+    log = launch("made_models", [{"name": case} for case in chosen], 1, out, 600)
     assert all((out / case / "config.json").exists() for case in chosen), log
 
 

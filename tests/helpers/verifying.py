@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mckpt import launching
-from tests.helpers.judging import session
+from tests.helpers import judging
 
 TRAINER = ("mckpt.trainer.reference", "mckpt.trainer.worker", "transformers.models.auto")
 
@@ -66,7 +66,7 @@ def use_session(patch: pytest.MonkeyPatch, sequence_parallel: bool = False) -> N
         path = directory / f"{module.rpartition('.')[2]}.job.json"
         path.write_text(json.dumps(job))
         cases = [{"module": module, "job": str(path), "sequence_parallel": sequence_parallel}]
-        session("verifying").launch(cases, num_ranks, directory, 300)
+        judging.launch("verifying", cases, num_ranks, directory, 300)
         if list(directory.glob("error.rank*.json")):
             raise launching.failure(directory, module, 1, directory / "log.txt")
 

@@ -15,7 +15,7 @@ if not (find_spec("megatron.core") and find_spec("megatron.training")):
     pytest.skip("megatron.training is not installed", allow_module_level=True)
 
 import mckpt
-from tests.helpers.judging import session
+from tests.helpers.judging import launch
 from tests.helpers.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
@@ -37,7 +37,7 @@ def run(out: Path, converted: Path, *program: str, more: tuple[str, ...] = ()) -
     line = f'. {converted}/megatron_args.sh; printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     line = [*program, *found.stdout.splitlines(), *RUN.split(), "--save", str(out), *more]
-    log = session("pretraining").launch([{"program": line}], 2, out, 300)
+    log = launch("pretraining", [{"program": line}], 2, out, 300)
     written = [out / f"{rank}.pt" for rank in range(2)]
     assert all(path.exists() for path in written), log
     return [path.read_bytes() for path in written]
