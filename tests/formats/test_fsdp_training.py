@@ -5,8 +5,6 @@ that is expected.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.options import SourceOptions
 from tests.formats.test_deepspeed import next_of
-from tests.helpers import damages, tiny
+from tests.helpers import damages, made_models, tiny
 from tests.helpers.commands import Pt, good, refused, save_hostile
 from tests.helpers.commands import mckpt as run
 
@@ -33,9 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hf").mkdir()
     tiny.write_json(folder / "hf/config.json", config)
     tiny.write_weights(folder / "hf", tiny.tensors(config))
-    program = [sys.executable, "-m", "tests.helpers.rank_files", folder / "hf", folder, "steps"]
-    subprocess.run(list(map(str, program)), check=True, cwd=tiny.FIXTURES.parent)
-    return folder
+    return made_models.save_by_ranks(folder, "steps")
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
-from tests.helpers import damages, tiny
+from tests.helpers import damages, made_models, tiny
 from tests.helpers.commands import Pt, good, refused, save_hostile
 from tests.helpers.commands import mckpt as run
 from tests.helpers.fsdp_samples import SMALL, SMALL_MOE
@@ -49,9 +47,7 @@ def sample(case: str, folder: Path) -> Path:
     if "stacked" in case:
         arrays = stacked(arrays)
     tiny.write_weights(folder / "hf", arrays)
-    program = [sys.executable, "-m", "tests.helpers.rank_files", folder / "hf", folder]
-    subprocess.run(list(map(str, program)), check=True, cwd=tiny.FIXTURES.parent)
-    return folder
+    return made_models.save_by_ranks(folder)
 
 
 @pytest.fixture(params=CASES)

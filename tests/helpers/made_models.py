@@ -126,6 +126,15 @@ def make(cases: Iterable[str], out: Path) -> None:
     assert all((out / case / "config.json").exists() for case in chosen), log
 
 
+def save_by_ranks(folder: Path, kind: str = "") -> Path:
+    """Saves the model in folder/hf as the ranks of a training do (tests/helpers/rank_files.py);
+    returns `folder`.
+    """
+    log = launch("rank_files", [{"kind": kind}], 4, folder, 300)
+    assert (folder / "verl").exists(), log
+    return folder
+
+
 def prepare() -> None:
     """Makes a model, which imports for 3 s what all of them need."""
     with tempfile.TemporaryDirectory() as place:

@@ -45,6 +45,8 @@ def shared(program: str) -> tuple[str, ...]:
     """Returns the modules that a program has in common with others. Those of other environments
     change parts of Python before their imports.
     """
+    if program == "rank_files":
+        return ("torch",)
     if program == "made_models":
         return ("torch", "transformers")
     if program in ("judge", "pretraining", "stock", "verifying"):
