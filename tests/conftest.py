@@ -34,14 +34,9 @@ hypothesis.settings.load_profile("without a deadline")
 # The longest files come first, so that both processes end at the same time. The tests of the first
 # one mostly wait.
 LONG = [
-    *("test_ranks.py", "test_optimizer.py", "test_verify.py", "test_family_models.py"),
-    *("test_live.py", "test_megatron.py", "test_docs.py", "test_round_trips.py", "test_stores.py"),
-]
-# The processes that have imported the stock trainer (tests/helpers/judging.py) start after those of
-# the other judges have ended.
-STOCK = [
-    *("test_fsdp_stock.py", "test_stock_optimizer.py", "test_stock.py", "test_linear_models.py"),
-    *("test_hybrid_stock.py", "test_stacks.py", "test_multi_token.py", "test_pretrain.py"),
+    *("test_ranks.py", "test_stock.py", "test_optimizer.py", "test_verify.py"),
+    *("test_family_models.py", "test_edit_matrix.py", "test_live.py", "test_megatron.py"),
+    *("test_docs.py", "test_round_trips.py", "test_stores.py"),
 ]
 
 
@@ -50,11 +45,10 @@ NEWEST = [0, 18]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files of LONG first, and those of STOCK last. Older releases of megatron-core skip
-    the tests for which one release is enough, unless JUDGED asks for the results of all.
+    """Puts the files of LONG first. Older releases of megatron-core skip the tests for which one
+    release is enough, unless JUDGED asks for the results of all.
     """
-    order = [*LONG, "", *STOCK]
-    place = {name: number for number, name in enumerate(order)}
+    place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
     installed = [int(part) for part in version("megatron-core").split(".")[:2]]
     if installed < NEWEST and "JUDGED" not in os.environ:

@@ -97,6 +97,7 @@ def test_weights_and_optimizer_are_joined(weights: str, saved: Path, tmp_path: P
         path.write_bytes(raw)
 
 
+@pytest.mark.newest
 def test_damage_of_each_file_is_found(runs: Path, tmp_path: Path) -> None:
     saved = shutil.copytree(runs / "fully_reshardable-llama-tied", tmp_path / "run")
     actor = saved / "global_step_2/actor"
