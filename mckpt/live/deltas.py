@@ -24,7 +24,6 @@ import numpy as np
 
 from mckpt.errors import MckptError, SourceError, UsageError
 from mckpt.live.asking import Asked
-from mckpt.live.buckets import ExportedTensor
 from mckpt.live.changes import Blocks, ByKernels, ByTorch, Changes, Parcel, Places, digest
 from mckpt.live.steps import SentBucket, steps_of
 from mckpt.live.together import call, refusal_of
@@ -123,6 +122,11 @@ class Kept:
         self.sync, self.where, self.valid = sync, where, False
         listed = sync._plan.listed
         self.places = [Places(bucket, sync.rank, sync.memory) for bucket in listed]
+        # of each bucket, the names and the dtypes of its tensors
+        self.named = [
+            (np.array([t.name for t in b.tensors], "O"), np.array([t.dtype for t in b.tensors]))
+            for b in listed
+        ]
         self.blocks: dict[tuple[int, ...], Blocks] = {}  # of the buckets of a round
         self.held: list[torch.Tensor | None] = [None] * len(self.places)
         self.digests: list[Any] = [0] * len(self.places)
@@ -440,15 +444,15 @@ class Kept:
         sync, sent = self.sync, self.sent[unit.listed[0]]
         sent.wait()
         del self.sent[unit.listed[0]]
-        tensors, stated = list[ExportedTensor](), list[int]()
-        added = np.array(sync._refuse_lost(sent), "i8")
+        added, end = np.array(sync._refuse_lost(sent), "i8"), 0
         for at in unit.listed:
-            of, end = sync._plan.listed[at].tensors, len(tensors)
-            self.digests[at] = self.digests[at] + added[end : end + len(of)]
-            tensors += of
-            stated += self.digests[at].tolist()
+            start, end = end, end + len(self.named[at][0])
+            self.digests[at] = self.digests[at] + added[start:end]
         if sync.rank in sent.bucket.to:
-            made = sync._tried(lambda: _buckets(parcel, sent.buffer, tensors, stated))
+            columns = [self.named[at] for at in unit.listed]
+            names, dtypes = (np.concatenate(one) for one in zip(*columns, strict=True))
+            stated = np.concatenate([self.digests[at] for at in unit.listed])
+            made = sync._tried(lambda: _buckets(parcel, sent.buffer, names, dtypes, stated))
             yield from chain.from_iterable(made)
 
 
@@ -457,21 +461,22 @@ def _whole(name: str, tensor: torch.Tensor, stated: int) -> DeltaBucket:
 
 
 def _buckets(
-    parcel: Parcel, buffer: torch.Tensor, tensors: list[ExportedTensor], digests: list[int]
+    parcel: Parcel, buffer: torch.Tensor, names: np.ndarray, dtypes: np.ndarray, stated: np.ndarray
 ) -> list[DeltaBucket]:
-    """Returns the changes of all tensors, those of one dtype that follow each other in a bucket."""
+    """Returns the changes of all tensors, those of one dtype that follow each other in a bucket.
+
+    names, dtypes, stated: the name, the dtype and the digest of each tensor.
+    """
     import torch
 
     indices, bits, lengths = parcel.arranged(buffer)
-    changed = np.flatnonzero(lengths).tolist()
-    ends, found = np.cumsum(lengths).tolist(), list[DeltaBucket]()
-    for dtype, run in groupby(changed, lambda n: tensors[n].dtype):
-        of = [*run]
-        counts = lengths[of].tolist()
-        part = slice(ends[of[0]] - counts[0], ends[of[-1]])
-        values = bits[part].view(getattr(torch, dtype))
-        names, stated = [tensors[n].name for n in of], [digests[n] for n in of]
-        found.append(DeltaBucket(names, counts, indices[part], values, stated))
+    changed, ends, found = np.flatnonzero(lengths), np.cumsum(lengths), list[DeltaBucket]()
+    apart = np.flatnonzero(dtypes[changed[1:]] != dtypes[changed[:-1]]) + 1
+    for of in np.split(changed, apart) if len(changed) else ():
+        part = slice(int(ends[of[0]] - lengths[of[0]]), int(ends[of[-1]]))
+        values = bits[part].view(getattr(torch, dtypes[of[0]]))
+        columns = names[of].tolist(), lengths[of].tolist()
+        found.append(DeltaBucket(*columns, indices[part], values, stated[of].tolist()))
     return found
 
 

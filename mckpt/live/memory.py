@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -131,10 +132,15 @@ class Memory:
         self.nbytes = end
         self._places = [weight.at for weight in self.weights]
         self._flat: dict[tuple[int, str], torch.Tensor] = {}
-        modules = [module for chunk in self.chunks for module in chunk.modules()]
-        self._modules = [(m._modules, list(m._modules.values())) for m in modules]
+        inner = [module._modules for chunk in self.chunks for module in chunk.modules()]
+        self._modules = [(modules, [*modules.values()]) for modules in inner if modules]
+        self._leaves = [modules for modules in inner if not modules]
+        self._slots = [
+            (weight.module, "_parameters" if weight.parameter else "_buffers", weight.attribute)
+            for weight in self.weights
+        ]
         self._forms = [_form(weight) for weight in self.weights]
-        self._seen: list[_Seen | None] = [None] * len(self.weights)
+        self._seen: _Seen | None = None
         self._home = self.device
 
     @property
@@ -158,20 +164,21 @@ class Memory:
         """Raises UsageError unless the modules are the same as in the beginning, and their weights
         have the same dtype and shape and their elements are in memory.
         """
-        if any([*inner.values()] != before for inner, before in self._modules):
+        changed = any([*inner.values()] != before for inner, before in self._modules)
+        if changed or any(self._leaves):
             raise UsageError(
                 "modules of the live model were added, removed or replaced since it was described;"
                 " make the Sync again"
             )
+        # a thousand experts are looked at in less than a millisecond, and in ten one by one
+        tensors = [getattr(module, kind).get(name) for module, kind, name in self._slots]
+        if not self._kept and self._seen is not None and self._seen.still(tensors):
+            return
         # strict=False: tensors of an optimizer's state come behind the weights, and have no form
         for number, (weight, form) in enumerate(zip(self.weights, self._forms, strict=False)):
             if number in self._kept:
                 continue
-            tensor = getattr(weight.module, weight.attribute)
-            seen = self._seen[number]
-            # a thousand experts are looked at in a millisecond, and in ten without this
-            if seen is not None and seen.still(tensor):
-                continue
+            tensors[number] = tensor = getattr(weight.module, weight.attribute)
             _refuse_released(tensor, weight.name)
             if (found := _form(weight)) != form:
                 said = [
@@ -182,7 +189,7 @@ class Memory:
                     f" {said[1]} now; make the Sync again"
                 )
             weight.detached()
-            self._seen[number] = _Seen(tensor, tensor.data_ptr(), *form)
+        self._seen = None if self._kept else _Seen.of(tensors)
 
     def keep(self) -> None:
         """Copies all weights. `whole` and `view` return the copies until `refresh`."""
@@ -296,7 +303,9 @@ class Memory:
 
     def addresses(self) -> np.ndarray:
         """Returns the address of each weight, or of its copy, as `refuse_changed` found it."""
-        found = [0 if seen is None else seen.address for seen in self._seen]
+        found = [0] * len(self.weights)
+        if self._seen is not None:
+            found[: len(self._slots)] = self._seen.addresses
         for number, kept in self._kept.items():
             found[number] = kept.data_ptr()
         return np.array(found, "i8")
@@ -396,22 +405,25 @@ def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Seen(NamedTuple):
-    """A weight that was found in memory, and as the plan knows it."""
+    """The weights as they were found in memory, where the plan knows them."""
 
-    tensor: Any
-    address: int  # of its first element; another one if its storage was released
-    dtype: Any
-    shape: Any
+    tensors: list[Any]
+    addresses: list[int]  # of the first elements; others if their storage was released
+    dtypes: list[Any]
+    shapes: list[Any]
+    contiguous: list[bool]
 
-    def still(self, tensor: Any) -> bool:
-        """Returns whether nothing of it has changed."""
-        return (
-            tensor is self.tensor
-            and tensor.data_ptr() == self.address
-            and tensor.dtype is self.dtype
-            and tensor.shape == self.shape
-            and tensor.is_contiguous()
-        )
+    @classmethod
+    def of(cls, tensors: list[Any]) -> _Seen:
+        import torch
+
+        dtypes, shapes = [t.dtype for t in tensors], [t.shape for t in tensors]
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        return cls(tensors, addresses, dtypes, shapes, [*map(torch.Tensor.is_contiguous, tensors)])
+
+    def still(self, tensors: list[Any]) -> bool:
+        """Returns whether nothing of them has changed."""
+        return all(map(is_, tensors, self.tensors)) and _Seen.of(tensors)[1:] == self[1:]
 
 
 def _form(weight: Weight) -> tuple[Any, ...]:
