@@ -180,7 +180,8 @@ def save_universal(arrays: dict[str, torch.Tensor], hf: Path, out: Path) -> None
             continue
         shapes[name], folder = value.shape, out / "universal/zero" / name
         folder.mkdir(parents=True)
-        torch.save({"param": value.float()}, folder / "fp32.pt")
+        with open(folder / "fp32.pt", "wb") as file:  # which has no name inside, for the links
+            torch.save({"param": value.float()}, file)
         for moment in ("exp_avg.pt", "exp_avg_sq.pt"):
             (folder / moment).symlink_to("fp32.pt")
     model = {"param_shapes": [shapes], "global_steps": 7}
