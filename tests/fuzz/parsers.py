@@ -60,6 +60,7 @@ def make_corpus(root: Path) -> None:
         "torch_dist": {"parallel": Parallel(tp=2)},
         "torch": {"format": "torch", "parallel": Parallel(tp=2)},
         "bridge": {"run_config": True},
+        "orbax": {"format": "orbax"},
     }.items():
         mckpt.plan(source, root / name, **wanted).run()
     shutil.rmtree(root / "bridge" / "hf")
@@ -374,6 +375,7 @@ PARSERS = {
         Parser("nemo", 10, ("nemo", "nemo", "nemo-gz"), ("*.nemo",), ((1, archived),)),
         Parser("layer_wise", 7, ("layer_wise",), ("layer_wise_optimizer_*.pt",), TRAINED),
         Parser("fsdp_dtensor", 7, ("fsdp",), (".metadata", "*.distcp", "common.pt"), TRAINED),
+        Parser("orbax", 7, ("orbax",), ("_METADATA", "zarr.json", "[0-9]*"), TRAINED),
         Parser("run_config", 7, ("configs", "bridge"), ("*.yaml",), ((1, run_configs),)),
         Parser("bridge", 8, ("bridge",), ("run_config.yaml",), MEGATRON),
         Parser("quantised", 100, ("fp8", "packed"), ("config.json", "*.safetensors"), HF),
