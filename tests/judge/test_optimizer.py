@@ -215,7 +215,7 @@ def saved(work: Path, tiny_model: TinyModel) -> Callable[[Run], Path]:
         if out.exists():
             return out
         if model in MODELS:
-            ask("save", args=MODELS[model], format="torch_dist", destination=out)
+            ask_all([new(MODELS[model], out)])
         elif model == "mla":
             mckpt.plan(tiny_model("deepseek-v3", "float32"), out, format="torch_dist").run()
         else:
@@ -237,6 +237,11 @@ def saved(work: Path, tiny_model: TinyModel) -> Callable[[Run], Path]:
 def whole() -> dict[tuple[str, int], list[Any]]:
     """The steps of the runs that are not resharded, by name and number of steps."""
     return {}
+
+
+def new(args: dict[str, Any], destination: Path) -> dict[str, Any]:
+    """Returns the case that saves a model with random weights."""
+    return {"kind": "save", "args": args, "format": "torch_dist", "destination": destination}
 
 
 def resumed(checkpoint: Path, run: Run, sizes: dict[str, int], steps: int) -> dict[str, Any]:
@@ -317,11 +322,9 @@ def test_the_steps_of_experts_are_kept_where_the_first_stage_has_none(tmp_path: 
     """
     start = tmp_path / "start"
     args = MOE | QWEN3 | {"moe_layer_freq": [0, 0, 1, 1]}
-    ask("save", args=args, format="torch_dist", destination=start)
     forms = ("distrib_optim", "fully_reshardable", "dp_reshardable")
-    for form in forms:
-        job = JOB | {"pp": 2, "ep": 2, "checkpoint": start, "steps": SAVED_AT}
-        ask(**job | FORMS[form] | {"save": tmp_path / form})
+    job = JOB | {"pp": 2, "ep": 2, "checkpoint": start, "steps": SAVED_AT}
+    ask_all([new(args, start), *(job | FORMS[form] | {"save": tmp_path / form} for form in forms)])
     last = {"resume": True, "steps": SAVED_AT + 2}
     cases = [JOB | last | {"pp": 2, "ep": 2, "checkpoint": tmp_path / "distrib_optim"}]
     for form in forms:
@@ -343,10 +346,9 @@ def test_the_first_rank_may_have_an_old_number_of_steps(tmp_path: Path) -> None:
     """
     start = tmp_path / "start"
     args = MOE | QWEN3 | {"moe_layer_freq": [0, 0, 1, 1]}
-    ask("save", args=args, format="torch_dist", destination=start)
     job = JOB | FORMS["not_distributed_torch"] | {"pp": 2, "ep": 2}
     made, moved, late, last = (tmp_path / name for name in ("made", "moved", "late", "last"))
-    ask(**job | {"checkpoint": start, "steps": SAVED_AT, "save": made})
+    ask_all([new(args, start), job | {"checkpoint": start, "steps": SAVED_AT, "save": made}])
     good("reshard", made, moved, "--target-pp", 2, "--target-ep", 2, "--keep-padding")
     job |= {"resume": True}
     ask(**job | {"checkpoint": moved, "steps": SAVED_AT + 2, "save": late})
@@ -368,14 +370,14 @@ def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
     torch_dist, and saves none of a distributed optimizer in the other forms.
     """
     start = tmp_path / "start"
-    ask("save", args=DENSE | QWEN3, format="torch_dist", destination=start)
     job = JOB | {"world": 2, "tp": 2, "steps": 1, "dtype": "float16", "checkpoint": start}
     job |= {"args": FP16["args"] | {"initial_loss_scale": 2.0**24}}
-    for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
-        result = ask(**job | FORMS[form] | {"save": tmp_path / form})
-        assert "grad_norm" not in result["steps"][0]
+    forms = ("dp_reshardable", "not_distributed", "not_distributed_torch")
+    cases = [job | FORMS[form] | {"save": tmp_path / form} for form in forms]
+    _, *results = ask_all([new(DENSE | QWEN3, start), *cases])
+    assert not any("grad_norm" in result["steps"][0] for result in results)
     sizes = ("--target-tp", 2, "--keep-padding")
-    for form in ("dp_reshardable", "not_distributed", "not_distributed_torch"):
+    for form in forms:
         assert "sound" in good("check", tmp_path / form).out
         optimizer = Checkpoint.open(tmp_path / form).optimizer
         assert optimizer is not None and optimizer.states == ["master"]
@@ -397,10 +399,9 @@ def test_an_optimizer_that_has_made_no_step_is_sound(tmp_path: Path) -> None:
             file.seek(span.at)
             file.write(np.float32(np.nan).tobytes())
         assert len(mckpt.check(flat).suspicious) == wanted
-    first, *others = (
-        ask(**on | {"checkpoint": tmp_path / name})["steps"]
-        for name in ("not_distributed_torch", "from_dist", "from_torch")
-    )
+    names = ("not_distributed_torch", "from_dist", "from_torch")
+    results = ask_all([on | {"checkpoint": tmp_path / name} for name in names])
+    first, *others = (result["steps"] for result in results)
     assert any("grad_norm" in step for step in first)  # the scale has become small enough
     assert all(curve(one, "loss") == curve(first, "loss") for one in others)
 
@@ -421,13 +422,13 @@ def test_parameters_that_were_not_trained_are_found(tmp_path: Path) -> None:
     """The states in the files are those that megatron-core saves with names in the same run."""
     import torch
 
-    for name, args in MODELS.items():
-        ask("save", args=args, format="torch_dist", destination=tmp_path / name)
+    cases = [new(args, tmp_path / name) for name, args in MODELS.items()]
     job = JOB | {"world": 2, "dtype": "bfloat16"}
     for name, (model, sizes, patterns) in FROZEN.items():
         for form in ("distrib_optim", "fully_reshardable"):
             own = {"steps": 2, "frozen": patterns, "checkpoint": tmp_path / model}
-            ask(**job | sizes | FORMS[form] | own | {"save": tmp_path / f"{name} {form}"})
+            cases.append(job | sizes | FORMS[form] | own | {"save": tmp_path / f"{name} {form}"})
+    ask_all(cases)
     for name in FROZEN:
         files, named = (tmp_path / f"{name} {x}" for x in ("distrib_optim", "fully_reshardable"))
         number = len(Checkpoint.open(named).with_optimizer())
