@@ -39,8 +39,7 @@ from mckpt.formats import foreign
 from mckpt.formats.base import FAMILY, Format
 from mckpt.formats.hf_pieces import sizes_of
 from mckpt.formats.megatron.chunked import Chunked
-from mckpt.formats.megatron.optimizer import MASTER_KEYS
-from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, adam_of, step_of
+from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, adam_of, step_of, with_masters
 from mckpt.geometry.box import Box, range_boxes
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import opened
@@ -272,11 +271,12 @@ class _Directory(Chunked):
                     f" {' and '.join(kinds)}; {CURE}"
                 )
             ranges = [((at,), part.shape) for at, part in zip(starts, parts, strict=True)]
-            for key in _keys(state, plain[name]):
-                tensors[key] = (kinds[0], shape, ranges)
-                for (offset, (count,)), part in zip(ranges, parts, strict=True):
-                    items[key, offset] = (files[part.file], part.at, count * itemsize(part.dtype))
-        return Metadata(tensors, [], items, {})
+            key = plain[name] if state in ("", "fp32") else f"optimizer.state.{state}.{plain[name]}"
+            tensors[key] = (kinds[0], shape, ranges)
+            for (offset, (count,)), part in zip(ranges, parts, strict=True):
+                items[key, offset] = (files[part.file], part.at, count * itemsize(part.dtype))
+        trained = {plain[name] for state, name in self.parts if state == "fp32"}
+        return with_masters(Metadata(tensors, [], items, {}), trained)
 
     # ----------------------------------------------------------------------- reading, as Chunked
 
@@ -293,13 +293,6 @@ def _content(stem: str) -> tuple[str, ...] | None:
     """Returns the ranks or the state in a file of this name; None for other names."""
     found = _RANK.fullmatch(f"{stem}.pt")
     return found.groups() if found else (stem,) if stem in STATES else None
-
-
-def _keys(state: str, name: str) -> list[str]:
-    """Returns the keys of a tensor in torch_dist. A weight in fp32 is its own master copy."""
-    if state == "fp32":
-        return [name, f"optimizer.state.{MASTER_KEYS[0]}.{name}"]
-    return [f"optimizer.state.{state}.{name}" if state else name]
 
 
 def _range(place: Any, file: _File) -> Range:

@@ -30,18 +30,18 @@ from mckpt.containers.safe_pickle import short
 from mckpt.containers.torch_spans import Item
 from mckpt.formats.base import Format, Names, packed, stored_shape
 from mckpt.formats.megatron.chunked import Chunked
-from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, Optimizer, kinds
+from mckpt.formats.megatron.optimizer import MASTER, Optimizer, kinds, prefix_of
 from mckpt.formats.megatron.orbax_arrays import COUNT, METADATA, STARTS, Arrays
 from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out, own_files
 from mckpt.formats.megatron.run_config import read_section
-from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam
+from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, with_masters
 from mckpt.formats.scaling import with_factors
 from mckpt.geometry.box import Layout, row_major
 from mckpt.mapping import Bound, MappingFile
 
 CONFIG, ADAMW = "config.yml", "adamw"
 SETTINGS = ("adam_eps_root", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "learning_rate")
-MASTER_KEY, MOMENT_KEY = (f"optimizer.state.{name}." for name in (MASTER_KEYS[0], "exp_avg"))
+MASTER_KEY, MOMENT_KEY = (prefix_of(name, True) for name in (MASTER, "exp_avg"))
 
 
 def place(path: Path) -> Path:
@@ -76,16 +76,14 @@ class _Directory(Chunked):
             ats = [tuple(n * (i == axis) for i in range(len(shape))) for n in range(len(files))]
             size = tuple(n if len(files) == 1 or i != axis else 1 for i, n in enumerate(shape))
             nbytes = arrays.objects[key].size // len(files)
-            for name in (key, f"{MASTER_KEY}{key}"):
-                if name == key or f"{MOMENT_KEY}{key}" in arrays.opened:
-                    tensors[name] = (array.dtype.name, shape, [(at, size) for at in ats])
-                    items |= {
-                        (name, at): (file, 0, nbytes) for at, file in zip(ats, files, strict=True)
-                    }
+            tensors[key] = (array.dtype.name, shape, [(at, size) for at in ats])
+            items |= {(key, at): (file, 0, nbytes) for at, file in zip(ats, files, strict=True)}
         root = arrays.root
         if not own:
             root = arrays.in_order({key: view.order for key, view in views.items()})
-        super().__init__(root, Metadata(tensors, arrays.others, items, {}))
+        trained = {key for key in tensors if f"{MOMENT_KEY}{key}" in tensors}
+        metadata = Metadata(tensors, arrays.others, items, {})
+        super().__init__(root, with_masters(metadata, trained))
         self.views = views
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import entry_of
 from mckpt.containers.safe_pickle import as_tensor, short
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
-from mckpt.formats.megatron.optimizer import Optimizer, number_in
+from mckpt.formats.megatron.optimizer import MASTER, Optimizer, number_in, prefix_of
 from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 
@@ -55,6 +56,19 @@ class TorchAdam(TorchDist):
 
     def optimizer(self, names: Names) -> Optimizer | None:
         return super().optimizer(names) if self._adam else None
+
+
+def with_masters(metadata: Metadata, trained: Iterable[str]) -> Metadata:
+    """Returns an index in which these weights are their own master copies, as torch_dist has them.
+
+    trained: their keys.
+    """
+    names = {key: (key, f"{prefix_of(MASTER, True)}{key}") for key in trained}
+    held, places = metadata.tensors.items(), metadata.items.items()
+    return metadata._replace(
+        tensors={name: tensor for key, tensor in held for name in names.get(key, (key,))},
+        items={(name, at): item for (key, at), item in places for name in names.get(key, (key,))},
+    )
 
 
 def common_state(root: Path, found: list[dict[str, Any]], steps: set[float]) -> dict[str, Any]:

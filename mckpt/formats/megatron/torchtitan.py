@@ -23,8 +23,7 @@ from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.formats.base import Format, Names, Shown
 from mckpt.formats.megatron.chunked import Directory, has_keys
-from mckpt.formats.megatron.optimizer import MASTER_KEYS
-from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam
+from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, with_masters
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout
 from mckpt.mapping import MappingFile
@@ -98,20 +97,17 @@ def _as_torch_dist(saved: Metadata) -> Metadata:
     """Returns an index in which the states have the keys of torch_dist, and each weight that has
     states is its master copy too.
     """
-    names: dict[str, list[str]] = {}
-    for key in saved.tensors:
-        if one := _STATE.fullmatch(key):
-            names[key] = [f"optimizer.state.{one[2]}.{one[1]}"] * (one[2] != STEP)
-            if one[1] in saved.tensors:
-                names[one[1]] = [one[1], f"optimizer.state.{MASTER_KEYS[0]}.{one[1]}"]
-    return saved._replace(
-        tensors={name: t for key, t in saved.tensors.items() for name in names.get(key, [key])},
-        items={
-            (name, at): item
-            for (key, at), item in saved.items.items()
-            for name in names.get(key, [key])
-        },
+    names = {key: one for key in saved.tensors if (one := _STATE.fullmatch(key))}
+    keys = {
+        key: f"optimizer.state.{one[2]}.{one[1]}" if (one := names.get(key)) else key
+        for key in saved.tensors
+        if key not in names or names[key][2] != STEP
+    }
+    renamed = saved._replace(
+        tensors={new: saved.tensors[key] for key, new in keys.items()},
+        items={(keys.get(key, key), at): item for (key, at), item in saved.items.items()},
     )
+    return with_masters(renamed, {one[1] for one in names.values()})
 
 
 FORMAT = Format(
