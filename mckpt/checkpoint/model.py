@@ -437,14 +437,15 @@ class ModelDescription:
 
     @property
     def _trained_mtp(self) -> dict[str, Any]:
-        """The layers of multi-token prediction that the args state; none without args, if none are
-        stored and --no-mtp is given.
+        """The layers of multi-token prediction that the args state, or run_config.yaml in their
+        place; none without both, if none are stored and --no-mtp is given.
         """
-        args = self.files.args
-        if args is not None:
-            stated = self.mapping.keys_of("mtp_layers", args)
-            return {"mtp_layers": next(iter(stated.values()), 0)}
-        return {"mtp_layers": 0} if self.files.options.no_mtp and not self.stores_mtp else {}
+        if self.options.no_mtp and self.files.args is None:
+            return {} if self.stores_mtp else {"mtp_layers": 0}
+        if self._stated_args is None:
+            return {}
+        file, stated = self._stated_args
+        return {"mtp_layers": next(iter(file.keys_of("mtp_layers", stated).values()), 0)}
 
     @property
     def stores_mtp(self) -> bool:

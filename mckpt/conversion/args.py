@@ -89,7 +89,7 @@ def args_of(decided: Decided) -> Args:
     else:
         kept = replaced
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
-        kept.update(dict.fromkeys(dialect.outdated & own.keys()))
+        kept.update({key: written.get(key) for key in sorted(dialect.outdated & own.keys())})
         if decided.changes_dialect:
             kept.update(_args_restated(source.mapping, dialect, written))
             kept.update(_neutral_args(source, dialect))
@@ -316,7 +316,7 @@ def _changed_run_config(
     stated = run_config.read_model(source.opened.root / RUN_CONFIG)
     out = run_config.sizes(decided.names.parallel)
     out |= {key: model[key] for key in file.keys_with("stages") if key in model}
-    out |= dict.fromkeys(file.outdated & stated.keys())
+    out |= {key: model.get(key) for key in sorted(file.outdated & stated.keys())}
     edited = {*source.edited, *(["mtp_layers"] * source.files.options.no_mtp)}
     changed = [key for name in edited & file.dims.keys() for key in file.dims[name].keys]
     if source.edited:

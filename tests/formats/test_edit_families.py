@@ -461,3 +461,35 @@ def test_indexers_that_no_period_describes_are_refused(
     with pytest.raises(UsageError, match=words):
         mckpt.edit(tiny_model("glm_moe_dsa", "float32"), tmp_path / "out", [step])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", ["nemotron_h", "qwen3_next"])
+def test_args_of_a_hybrid_count_the_parts_of_its_layers(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Megatron counts an attention or a Mamba-2, and an mlp, as a layer each."""
+    source, start = tiny_model(case, "float32"), tmp_path / "start"
+    mckpt.convert(source, start, format="torch_dist")
+    for path in (source, start):
+        mckpt.edit(path, tmp_path / "out", ["layers: {keep: [1, 2]}"], format="torch_dist", tp=2)
+        args = mckpt.open(tmp_path / "out").args or {}
+        parts = mckpt.open(tmp_path / "out").dims["layer_parts"]
+        assert args["num_layers"] == sum(len(one.split()) for one in parts)
+        assert len(args["hybrid_layer_pattern"].replace("|", "")) == args["num_layers"]
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_a_run_config_has_layers_that_its_config_json_lacks(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """No config.json of Gemma 2 has layers of multi-token prediction."""
+    source = tiny_model("gemma2", "float32")
+    mckpt.edit(source, tmp_path / "out", ["mtp: {add: 1}"], format="torch_dist")
+    found, tensors = mckpt.open(tmp_path / "out"), mckpt.open(source)
+    assert found.dims["mtp_layers"] == 1
+    assert all((found[n].numpy() == tensors[n].numpy()).all() for n in tensors)
+    last = f"layers.{tensors.dims['num_layers'] - 1}."
+    for name in tensors:
+        if name.startswith(last):
+            new = f"layers.{tensors.dims['num_layers']}.{name.removeprefix(last)}"
+            assert (found[new].numpy() == tensors[name].numpy()).all()
