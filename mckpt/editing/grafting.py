@@ -79,7 +79,12 @@ class Graft(Edit):
         names = named.get(self.take, {*schema().dims} - FREE - schema().by_layer().keys())
         layers = list(range(0 if self.take == MTP else dims["num_layers"]))
         if self._layers is not None:
-            layers = self._layers
+            layers, counts = self._layers, (theirs["num_layers"], dims["num_layers"])
+            if max(layers) >= min(counts):
+                raise UsageError(
+                    f"{where} {self.take}: it has {counts[0]} layers and SRC {counts[1]}, numbered"
+                    " from 0, so no tensor has such a name"
+                )
         elif self.take not in (MTP, *named):  # a pattern may be that of the embedding
             names = {*names, "vocab_size"}
         apart = []
@@ -108,7 +113,7 @@ class Graft(Edit):
         """Returns the layers that layers.RANGES names; None if something else is taken."""
         first, _, rest = self.take.partition(".")
         plain = first == "layers" and rest.replace("-", "").replace(",", "").isdecimal()
-        return ranges(rest) if plain else None
+        return ranges(rest, self.other.dims["num_layers"]) if plain else None
 
     def _wanted(self, count: int) -> Callable[[str, int, int], bool]:
         """Returns whether a weight is taken, by template, layer and expert; `count` layers are

@@ -47,7 +47,8 @@ class Layers(Edit):
         if len(given) != 1:
             raise ValueError("give one of keep, drop, order and silent_after")
         ((how, value),) = given.items()
-        count, numbers = dims["num_layers"], ranges(value)
+        count = dims["num_layers"]
+        numbers = ranges(value, count)
         if wrong := [n for n in numbers if not 0 <= n < count]:
             raise ValueError(f"layer {wrong[0]} of {count}, which are numbered from 0")
         heard = [(n, False) for n in range(count)]
@@ -212,13 +213,21 @@ def _silent(
                 yield zeroed(one, piece, name, s.dtype, zeros)
 
 
-def ranges(value: Any) -> list[int]:
-    """Returns the numbers of a list of ranges: "0-3,8" or [0-3, 8] are 0, 1, 2, 3 and 8."""
+def ranges(value: Any, count: int) -> list[int]:
+    """Returns the numbers of a list of ranges: "0-3,8" or [0-3, 8] are 0, 1, 2, 3 and 8.
+
+    count: how many things are numbered. A range that ends behind them has one number of these.
+    Raises ValueError for anything else.
+    """
     parts = value if isinstance(value, list) else str(value).split(",")
     found: list[int] = []
     for part in parts:
-        first, dash, last = str(part).strip().partition("-")
-        found += range(int(first), int(last if dash else first) + 1)
+        first, dash, last = (text.strip() for text in str(part).partition("-"))
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ValueError(f"{part!r} is not a number or a range such as 0-3")
+        start, end = int(first), int(last)
+        found += [start] if start >= count else range(start, min(end, count) + 1)
     return found
 
 

@@ -45,6 +45,7 @@ class MultiToken(Edit):
             return MultiToken(0)
         if len(given) != 1 or isinstance(add, bool) or not isinstance(add, int) or add < 1:
             raise ValueError("wants add, a number of layers, or drop: true")
+        schema().check("mtp_layers", add)
         return MultiToken(add)
 
     @property

@@ -11,16 +11,26 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mckpt.errors import UsageError
+from mckpt.errors import MappingError, UsageError
 from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
+from mckpt.mapping.nodes import load
 from mckpt.values.quantisation import Grid
 
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
 FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
 _files: dict[str, Path] = {}  # of new values, by the digest of their content
+
+
+def loaded(path: Path) -> Any:
+    """Returns the value of a YAML file of the user. Raises UsageError for what is not YAML."""
+    try:
+        return load(path.read_text(encoding="utf-8"), path.name)
+    except (OSError, ValueError, MappingError) as e:
+        raise UsageError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
 
 
 def again(s: Stored, rows: Sequence[tuple[int, int]]) -> Iterator[Stored]:

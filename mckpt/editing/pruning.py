@@ -274,11 +274,13 @@ def _by_layer(what: str, value: Any, dims: Dims) -> dict[int, Indices]:
     if isinstance(value, Mapping):
         if what == HIDDEN:
             raise ValueError("hidden is one list, because all layers share the residual stream")
-        kept = {int(layer): tuple(ranges(one)) for layer, one in value.items()}
-        if wrong := sorted(kept.keys() ^ set(has)):
-            raise ValueError(f"{what}: the layers with them are {has}; {wrong[0]} is not right")
+        if wrong := [layer for layer in value if not str(layer).isdecimal()]:
+            raise ValueError(f"{what}: {wrong[0]!r} is not the number of a layer")
+        kept = {int(layer): tuple(ranges(one, dims[counted])) for layer, one in value.items()}
+        if apart := sorted(kept.keys() ^ set(has)):
+            raise ValueError(f"{what}: the layers with them are {has}; {apart[0]} is not right")
     else:
-        kept = dict.fromkeys(has, tuple(ranges(value)))
+        kept = dict.fromkeys(has, tuple(ranges(value, dims[counted])))
     if len(sizes := {len(one) for one in kept.values()}) > 1:
         raise ValueError(f"{what}: each layer keeps as many, and not {sorted(sizes)}")
     for layer, one in kept.items():

@@ -13,10 +13,11 @@ from typing import Any, Literal, NoReturn
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import edited
 from mckpt.editing.methods import METHODS, Chosen, Setting, merged
+from mckpt.editing.pieces import loaded
 from mckpt.editing.stacking import Stack
 from mckpt.errors import UsageError
-from mckpt.mapping import nodes
 from mckpt.mapping.nodes import Node
+from mckpt.mapping.schema import schema
 from mckpt.options import AverageOptions
 
 DTYPES: Mapping[str, Literal["bf16", "fp16", "fp32"]] = {
@@ -66,14 +67,16 @@ class Passthrough:
 
 
 def read(options: AverageOptions, sources: Sequence[Any]) -> Recipe | Passthrough:
-    """Reads the file that --recipe names. Raises UsageError, and MappingError for bad YAML."""
+    """Reads the file that --recipe names. Raises UsageError."""
     assert options.recipe is not None
     if sources:
         raise UsageError("--recipe: names the checkpoints; give DST alone")
     others = "method parameters weights schedule reverse normalize start end window min_interval"
     if given := [name for name in others.split() if getattr(options, name)]:
         raise UsageError(f"--{given[0].replace('_', '-')}: the recipe has it; leave it out")
-    root, _ = nodes.parse(Path(options.recipe))
+    root = loaded(Path(options.recipe))
+    if not isinstance(root, Node):
+        raise UsageError(f"{options.recipe}: a recipe has keys, such as merge_method: linear")
     return (
         _passthrough(root)
         if root.get("merge_method") == PASSTHROUGH
@@ -82,7 +85,7 @@ def read(options: AverageOptions, sources: Sequence[Any]) -> Recipe | Passthroug
 
 
 def _refuse(node: Node, key: str, why: str) -> NoReturn:
-    raise UsageError(f"{node.lines[key]}: {key}: {why}")
+    raise UsageError(f"{node.lines.get(key, '--recipe')}: {key}: {why}")
 
 
 def _known(node: Node, keys: str) -> None:
@@ -148,14 +151,7 @@ def _passthrough(root: Node) -> Passthrough:
         _known(node, "model layer_range")
         path = _path(node, "model")
         paths += [path] * (path not in paths)
-        span = node.get("layer_range")
-        if (
-            not isinstance(span, list)
-            or [type(n) for n in span] != [int, int]
-            or span[0] >= span[1]
-        ):
-            _refuse(node, "layer_range" if span else "model", "wants layer_range: [FIRST, END]")
-        order += [(paths.index(path), layer) for layer in range(*span)]
+        order += [(paths.index(path), layer) for layer in range(*_span(node))]
     if root.get("base_model", paths[0]) != paths[0]:
         _refuse(
             root, "base_model", f"config and tokenizer are those of the first model, {paths[0]}"
@@ -166,30 +162,49 @@ def _passthrough(root: Node) -> Passthrough:
 def _models(root: Node, layers: dict[str, int]) -> Iterator[Node]:
     """Yields the entries of the models, or of the only slice, whose layers are noted."""
     key = "slices" if "slices" in root else "models"
-    entries = root.get(key)
     if "slices" in root and "models" in root:
         _refuse(root, "slices", "give models or slices, not both")
-    if not isinstance(entries, list) or not all(isinstance(one, Node) for one in entries):
-        raise UsageError(f"{root.lines.get(key, '--recipe')}: {key}: must be a list of models")
+    entries = _listed(root, key, root.get(key))
     if key == "slices":
         if len(entries) != 1:
             _refuse(root, key, "mckpt merges whole models, so it takes one slice of all layers")
         _known(entries[0], "sources")
-        entries = entries[0].get("sources") or []
+        entries = _listed(root, key, entries[0].get("sources"))
     for node in entries:
         _known(node, "model parameters" + " layer_range" * (key == "slices"))
         if key == "slices":
-            start, end = node.get("layer_range") or (0, 0)
+            start, end = _span(node)
             if start != 0:
                 _refuse(node, "layer_range", f"starts at {start}; mckpt merges whole models")
-            layers[node.lines.get("layer_range", root.lines[key])] = end
+            layers[node.lines["layer_range"]] = end
         yield node
+
+
+def _listed(root: Node, key: str, entries: Any) -> list[Node]:
+    """Returns a list of entries with keys. Raises UsageError for anything else."""
+    if not isinstance(entries, list) or not all(isinstance(one, Node) for one in entries):
+        _refuse(root, key, "must be a list of models")
+    return entries
+
+
+def _span(node: Node) -> tuple[int, int]:
+    """Returns the layer_range of an entry: its first layer and the one behind its last."""
+    span = node.get("layer_range")
+    if isinstance(span, list) and [type(n) for n in span] == [int, int] and span[0] < span[1]:
+        try:
+            return span[0], schema().check("num_layers", span[1])
+        except ValueError as e:
+            _refuse(node, "layer_range", str(e))
+    where = "layer_range" if "layer_range" in node else "model"
+    _refuse(node, where, "wants layer_range: [FIRST, END]")
 
 
 def _path(node: Node, key: str) -> str:
     path = node.get(key)
     if not isinstance(path, str) or "+" in path:
-        _refuse(node, key if key in node else next(iter(node)), "give the path of a checkpoint")
+        _refuse(
+            node, key if key in node else next(iter(node), key), "give the path of a checkpoint"
+        )
     return path
 
 

@@ -29,13 +29,14 @@ from mckpt.editing.heads import RepeatHeads, Tie, Untie
 from mckpt.editing.hybrid import Hybrid
 from mckpt.editing.layers import Layers
 from mckpt.editing.multi_token import MultiToken
-from mckpt.editing.pieces import refuse_changed
+from mckpt.editing.pieces import loaded, refuse_changed
 from mckpt.editing.pruning import Prune
 from mckpt.editing.upcycling import Upcycle
 from mckpt.editing.vocabulary import Vocabulary
-from mckpt.errors import UsageError
+from mckpt.errors import MappingError, UsageError
 from mckpt.mapping import Dims
 from mckpt.mapping.nodes import Node, load
+from mckpt.mapping.schema import schema
 from mckpt.storage.staging import MANIFEST
 
 
@@ -47,10 +48,7 @@ def read(recipe: Path | None, dims: Dims, more: Iterable[Any] = ()) -> list[Edit
     """
     steps: list[tuple[str, Any]] = []
     if recipe is not None:
-        try:
-            listed = load(recipe.read_text(), recipe.name)
-        except (OSError, ValueError) as e:
-            raise UsageError(f"{recipe}: {getattr(e, 'strerror', None) or e}") from None
+        listed = loaded(recipe)
         if not isinstance(listed, list) or not listed:
             raise UsageError(f"{recipe}: a recipe is a list of edits, such as `- untie`")
         steps = [(f"{recipe}: edit {number}", step) for number, step in enumerate(listed, 1)]
@@ -58,7 +56,7 @@ def read(recipe: Path | None, dims: Dims, more: Iterable[Any] = ()) -> list[Edit
         where = f"--edit {text!r}"
         try:
             steps.append((where, load(text, where) if isinstance(text, str) else text))
-        except ValueError as e:
+        except (ValueError, MappingError) as e:
             raise UsageError(f"{where}: {e}") from None
     if not steps:
         raise UsageError("give --recipe FILE, or --edit with an edit, such as --edit untie")
@@ -74,7 +72,7 @@ def read(recipe: Path | None, dims: Dims, more: Iterable[Any] = ()) -> list[Edit
             raise UsageError(f"{where}: {name!r} is not an edit; they are {', '.join(EDITS)}")
         try:
             edit = EDITS[name].of(_parameters(given), dims)
-            dims = edit.dims(dims)
+            dims = {n: schema().check(n, value) for n, value in edit.dims(dims).items()}
         except UsageError as e:
             raise UsageError(f"{where}: {e}") from None
         except (TypeError, ValueError, KeyError) as e:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import mckpt
+from mckpt.errors import UsageError
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
 
@@ -266,3 +267,25 @@ def test_edits_need_no_file(tmp_path: Path) -> None:
         (("--edit", "- untie"), "wants one of layers"),
     ):
         refused(2, words, args=("edit", source, tmp_path / "none", *args))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("layers: {keep: 0-99999999999}", "layer 4 of 4, which are numbered from 0"),
+        ("layers: {order: [0, 3-1]}", "'3-1' is not a number or a range such as 0-3"),
+        ("layers: {keep: [[0]]}", r"\[0\] is not a number or a range"),
+        ("layers: {drop: -1}", "'-1' is not a number or a range"),
+        ("prune: {ffn: 0-99999999999}", "the indices are different ones from 0 to 63"),
+        ("prune: {ffn: {a: 0}}", "'a' is not the number of a layer"),
+        ("mtp: {add: 1000000000}", "mtp_layers is 1000000000, and must be from 0 to 1000"),
+        ("vocab: {size: 99999999999}", "vocab_size is 99999999999, and must be from 1 to"),
+        ("graft: {from: SOURCE, take: layers.2-4}", "it has 4 layers and SRC 4, numbered from 0"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(step: str, words: str, tmp_path: Path) -> None:
+    source = made("qwen3", tmp_path)
+    step = step.replace("SOURCE", str(source))
+    with pytest.raises(UsageError, match=words):
+        mckpt.edit(source, tmp_path / "out", [step])
+    assert not (tmp_path / "out").exists()

@@ -426,6 +426,16 @@ def test_the_arithmetic_of_mergekit_is_refused_for_models_that_it_would_cast(
         ("parameters:", "dtype: int8\nparameters:", "r.yaml:9: dtype: 'int8'"),
         ("parameters:", "tokenizer_source: union\nparameters:", "r.yaml:9: tokenizer_source"),
         ("model: {0}", "model: {0}+lora", "r.yaml:5: model: give the path"),
+        ("[0, 4]", "0-4", "r.yaml:.: layer_range: wants layer_range"),
+        ("[0, 4]", "[0, 1000000000000]", "r.yaml:.: layer_range: num_layers is 1000000000000"),
+        (
+            SLERP,
+            "slices: [{{sources: union}}]\nmerge_method: ties",
+            "r.yaml:1: slices: must be a list",
+        ),
+        (SLERP, "models: [{{}}]\nmerge_method: ties", "model: give the path of a checkpoint"),
+        (SLERP, "- untie", "a recipe has keys, such as merge_method: linear"),
+        (SLERP, "models: [", "r.yaml: while parsing"),
     ],
 )
 def test_what_a_recipe_cannot_have_is_refused_with_its_line(
