@@ -44,8 +44,7 @@ class _OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from mckpt.pages import document
 
-        # a Path because of path_type, which mypy cannot see
-        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # path_type makes it one
         document.refuse(path)
         return path
 

@@ -86,7 +86,7 @@ class Layers(Edit):
                     continue
                 out[name] = [value[number] for number, _ in self.order] + [*value[count:]]
         held = [has_indexer(number, dims) for number, _ in self.order]
-        for (number, silent), own, after in zip(self.order, held, held[1:], strict=False):
+        for (number, silent), own, after in zip(self.order[:-1], held[:-1], held[1:], strict=True):
             if silent and own and not after:
                 raise UsageError(
                     f"layers: silent_after {number}: the next layer takes the keys that layer"

@@ -26,7 +26,7 @@ _files: dict[str, Path] = {}  # of new values, by the digest of their content
 
 
 def loaded(path: Path) -> Any:
-    """Returns the value of a YAML file of the user. Raises UsageError for what is not YAML."""
+    """Reads a YAML file of the user. Raises UsageError if it cannot be read or is not YAML."""
     try:
         return load(path.read_text(encoding="utf-8"), path.name)
     except (OSError, ValueError, MappingError) as e:

@@ -310,6 +310,12 @@ def test_a_checkpoint_of_megatron_bridge_describes_its_edited_model(
     assert not (tmp_path / "more").exists()
 
 
+def of_both_formats(source: Path, keep: list[int], folder: Path) -> tuple[Path, Path, list[str]]:
+    """Returns a model, the same for Megatron, and the edit that keeps some layers."""
+    mckpt.convert(source, folder / "start", format="torch_dist")
+    return source, folder / "start", [f"layers: {{keep: {keep}}}"]
+
+
 @pytest.mark.parametrize(
     ("case", "keep"), [("llama_nemotron", [0]), ("llama_nemotron", [3]), ("deepseek-v3", [1, 3])]
 )
@@ -317,12 +323,7 @@ def test_layers_that_are_alike_are_those_of_a_plain_model(
     case: str, keep: list[int], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Megatron has one key for all layers then, and its args describe one kind of layer."""
-    source, start, steps = (
-        tiny_model(case, "float32"),
-        tmp_path / "start",
-        [f"layers: {{keep: {keep}}}"],
-    )
-    mckpt.convert(source, start, format="torch_dist")
+    source, start, steps = of_both_formats(tiny_model(case, "float32"), keep, tmp_path)
     mckpt.edit(source, tmp_path / "hf", steps)
     mckpt.convert(tmp_path / "hf", tmp_path / "new", format="torch_dist")
     mckpt.edit(start, tmp_path / "out", steps)
@@ -364,12 +365,7 @@ def test_the_layers_that_are_left_are_attentions_and_mlps(
     case: str, keep: list[int], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """The model has no sizes of Mamba-2 layers and gated delta nets any more."""
-    source, start, steps = (
-        tiny_model(case, "float32"),
-        tmp_path / "start",
-        [f"layers: {{keep: {keep}}}"],
-    )
-    mckpt.convert(source, start, format="torch_dist")
+    source, start, steps = of_both_formats(tiny_model(case, "float32"), keep, tmp_path)
     tensors = mckpt.open(source)
     places = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(keep)}
     for number, (path, form) in enumerate(

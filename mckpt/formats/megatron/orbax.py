@@ -167,7 +167,7 @@ class Orbax(TorchAdam):
         states = (name for name in self.arrays.others if name.startswith("opt_state."))
         more = next((name for name in states if ".count" not in name), None)
         if (kind := config.get("opt_type", ADAMW)) != ADAMW or more:
-            why = f"{more} is no state of {ADAMW}" if more else f"{path}: opt_type is {short(kind)}"
+            why = f"{ADAMW} does not keep {more}" if more else f"{path}: opt_type is {short(kind)}"
             self.lacking = (
                 f"{self.root}: is of another optimizer than {ADAMW}, which mckpt does not convert:"
                 f" {why}. {kinds.NO_OPTIMIZER.capitalize()}"
@@ -207,8 +207,9 @@ class Orbax(TorchAdam):
 
 
 def _view(b: Bound, stored: tuple[int, ...], scope: dict[str, Any], turns: bool) -> _View:
-    """Returns how an array of this shape is read. turns: the axes of matrices are exchanged first,
-    if the rule says so.
+    """Returns how an array of this shape is read.
+
+    turns: the arrays of rules that transpose are transposed before their elements are read.
     """
     order = tuple(range(len(stored)))
     if "layer" in b.rule.stacked() and len(stored) > 1:
