@@ -23,7 +23,7 @@ import click
 
 from mckpt.errors import MckptError
 from tests.fuzz import damage
-from tests.fuzz.parsers import Parser, listed
+from tests.fuzz.parsers import PARSERS, Parser, listed
 
 LIMIT_S = 10.0
 LIMIT_BYTES = 1 << 30
@@ -141,12 +141,12 @@ def _limits() -> None:
     gc.disable()
 
 
-def _run(
-    parser: Parser, seed: int, numbers: range, corpus: Path, current: Any, to: Connection
-) -> None:
-    """Runs inputs in this process, which is a new one, and sends their outcome."""
+def _run(name: str, seed: int, numbers: range, corpus: Path, current: Any, to: Connection) -> None:
+    """Runs inputs of the parser `name` in this process, which is a new one, and sends their
+    outcome.
+    """
     _limits()
-    ran, before = Ran(), _peak()
+    parser, ran, before = PARSERS[name], Ran(), _peak()
     with tempfile.TemporaryDirectory(dir=corpus.parent) as work:
         for number in numbers:
             current.value = number
@@ -169,11 +169,15 @@ def _run(
 
 def run(parser: Parser, seed: int, numbers: range, corpus: Path) -> Ran:
     """Runs inputs in a process of its own; another one goes on behind an input that ended it."""
-    fork, ran = multiprocessing.get_context("fork"), Ran()
+    # The processes are forks of a clean one, because tensorstore, if this one has used it, aborts
+    # in forks of it.
+    context, ran = multiprocessing.get_context("forkserver"), Ran()
+    context.set_forkserver_preload([__name__])
     while numbers:
-        current = fork.Value("q", numbers.start, lock=False)
-        receive, send = fork.Pipe(duplex=False)
-        child = fork.Process(target=_run, args=(parser, seed, numbers, corpus, current, send))
+        current = context.Value("q", numbers.start, lock=False)
+        receive, send = context.Pipe(duplex=False)
+        args = (parser.name, seed, numbers, corpus, current, send)
+        child = context.Process(target=_run, args=args)
         child.start()
         send.close()
         at, since, got = -1, time.monotonic(), None
