@@ -18,9 +18,9 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.containers.arrays import Arrays
+from mckpt.containers.zarr3 import crc32c
 from mckpt.errors import MckptError
-from mckpt.formats.megatron.orbax_arrays import Arrays
-from mckpt.formats.megatron.orbax_writing import crc32c
 from mckpt.options import SourceOptions
 from tests.helpers import damages, maxtext, tiny
 from tests.helpers.commands import good, refused
@@ -128,7 +128,7 @@ def by_tensorstore(items: Path) -> maxtext.Arrays:
 def test_the_arrays_are_those_of_maxtext(
     case: str, scan: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mckpt.formats.megatron.orbax_writing.LARGEST", 1000 if scan else 1 << 20)
+    monkeypatch.setattr("mckpt.containers.zarr3.LARGEST", 1000 if scan else 1 << 20)
     source = model_of(case, tiny_model, tmp_path)
     out = written(source, tmp_path / "out", *accepted(case), *(() if scan else APART))
     found = by_tensorstore(out / "release" / "items")

@@ -45,7 +45,7 @@ MAY = words(
         "storage": "errors version",
         "values": "errors",
         "geometry": "errors values",
-        "containers": "errors storage values",
+        "containers": "errors geometry storage values",
         "mapping": "errors geometry values version",
         "options": "errors geometry mapping values",
         "keywords": "geometry options progress",

@@ -1,6 +1,8 @@
 """Checkpoints of Orbax, as MaxText saves them.
 
-    DIR/items/_METADATA and others    the tree of arrays (`orbax_arrays`)
+    DIR/items/_METADATA         the names of the arrays, and how they are stored (JSON)
+              manifest.ocdbt    with use_ocdbt: a database of NAME/zarr.json, NAME/c/0/1, ...
+              NAME/.zarray      without: a directory for each array
     DIR/_CHECKPOINT_METADATA, commit_success.txt
 
 MaxText saves the training's state: the weights below `params.params`, `opt_state` and `step`. A
@@ -24,21 +26,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mckpt.containers.arrays import Arrays, Group
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.safe_pickle import short
 from mckpt.containers.torch_spans import Item
+from mckpt.errors import SourceError
 from mckpt.formats.base import Format, Names, packed, stored_shape
 from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.optimizer import MASTER, Optimizer, kinds, prefix_of
-from mckpt.formats.megatron.orbax_arrays import COUNT, METADATA, STARTS, Arrays
-from mckpt.formats.megatron.orbax_writing import ITEMS, lay_out, own_files
+from mckpt.formats.megatron.orbax_writing import ITEMS, METADATA, SHAPE, WEIGHTS, lay_out
 from mckpt.formats.megatron.run_config import read_section
 from mckpt.formats.megatron.torch_adam import NOTE, TorchAdam, with_masters
 from mckpt.formats.scaling import with_factors
 from mckpt.geometry.box import Layout, row_major
 from mckpt.mapping import Bound, MappingFile
+from mckpt.storage.files import read_json
 
+NNX = ".value"  # ends the names of the weights in MaxText's form for NNX
+COUNT = "opt_state.0.count"  # of the steps of Adam, as optax has it
+# what begins the names of arrays, and their keys in torch_dist
+STARTS = {
+    f"{WEIGHTS}.": "",
+    "opt_state.0.mu.": "optimizer.state.exp_avg.",
+    "opt_state.0.nu.": "optimizer.state.exp_avg_sq.",
+    COUNT: COUNT,
+}
 CONFIG, ADAMW = "config.yml", "adamw"
 SETTINGS = ("adam_eps_root", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "learning_rate")
 MASTER_KEY, MOMENT_KEY = (prefix_of(name, True) for name in (MASTER, "exp_avg"))
@@ -47,6 +60,58 @@ MASTER_KEY, MOMENT_KEY = (prefix_of(name, True) for name in (MASTER, "exp_avg"))
 def place(path: Path) -> Path:
     """Returns the directory with the arrays of a checkpoint."""
     return path / ITEMS if (path / ITEMS / METADATA).is_file() else path
+
+
+class _Tree(NamedTuple):
+    """The tree of arrays that a directory describes."""
+
+    group: Group  # of the weights and moments, by their keys in torch_dist
+    shapes: dict[str, Any]  # as it states them, or None, by the names
+    others: list[str]  # the names of other arrays
+
+    @classmethod
+    def of(cls, root: Path) -> _Tree:
+        """Raises SourceError if the description is damaged, or has no weights."""
+        found = read_json(root / METADATA, 1 << 30)
+        try:
+            ocdbt, driver = found["use_ocdbt"], "zarr3" if found["use_zarr3"] else "zarr"
+            stated = {
+                ".".join(str(part["key"]) for part in entry["key_metadata"]): value.get(SHAPE)
+                for entry in found["tree_metadata"].values()
+                if not (value := entry["value_metadata"]).get("skip_deserialize")
+            }
+        except (KeyError, TypeError, AttributeError) as e:
+            raise SourceError(
+                f"{root / METADATA}: does not describe the arrays of an Orbax checkpoint: {e!r};"
+                " copy it again"
+            ) from e
+        weights = [name for name in stated if name.startswith(f"{WEIGHTS}.")]
+        if not weights:
+            raise SourceError(
+                f"{root}: has no arrays below `{WEIGHTS}`, where MaxText has the weights; it has"
+                f" {', '.join(list(stated)[:3]) or 'none'}; give the items of a training of MaxText"
+            )
+        ending = NNX if all(name.endswith(NNX) for name in weights) else ""
+        names = {
+            key + name.removeprefix(start).removesuffix(ending).removeprefix(f"{WEIGHTS}."): name
+            for name in stated
+            for start, key in STARTS.items()
+            if name.startswith(start)
+        }
+        others = sorted(stated.keys() - names.values())
+        return cls(Group(names, driver, ocdbt, METADATA), stated, others)
+
+    def arrays(self, root: Path) -> Arrays:
+        """Opens the arrays. Raises SourceError if one is damaged, or has another shape."""
+        arrays = Arrays(root, self.group)
+        for key, array in arrays.opened.items():
+            name, shape = self.group.names[key], list(array.shape)
+            if (stated := self.shapes[name]) not in (None, shape):
+                raise SourceError(
+                    f"{root}: {name} is {shape}, and {METADATA} states {stated}; copy the"
+                    " checkpoint again"
+                )
+        return arrays
 
 
 class _View(NamedTuple):
@@ -58,31 +123,26 @@ class _View(NamedTuple):
 
 
 class _Directory(Chunked):
-    """The arrays as whole chunks, in a directory with a file for each; or with a file for each
-    layer, if mckpt wrote them.
-    """
+    """The arrays as whole chunks, in a directory with a file for each; or in files of their own."""
 
-    def __init__(
-        self, arrays: Arrays, own: Mapping[str, list[str]], views: Mapping[str, _View]
-    ) -> None:
-        """own: `own_files`. views: by key; those that the metadata has beside it are read as they
-        are stored.
+    def __init__(self, arrays: Arrays, others: list[str], views: Mapping[str, _View]) -> None:
+        """views: by key. The other arrays are read as they are stored. others: the names of arrays
+        that are not read.
         """
         tensors, items = dict[str, Any](), dict[Any, tuple[str, int, int]]()
         for key, array in arrays.opened.items():
             shape = views[key].shape if key in views else array.shape
-            files = own.get(key, [key])
+            files = arrays.plain_files.get(key, [key])
             axis = int(key not in views)  # of the layers
             ats = [tuple(n * (i == axis) for i in range(len(shape))) for n in range(len(files))]
-            size = tuple(n if len(files) == 1 or i != axis else 1 for i, n in enumerate(shape))
+            each = tuple(n if len(files) == 1 or i != axis else 1 for i, n in enumerate(shape))
             nbytes = arrays.objects[key].size // len(files)
-            tensors[key] = (array.dtype.name, shape, [(at, size) for at in ats])
+            tensors[key] = (array.dtype.name, shape, [(at, each) for at in ats])
             items |= {(key, at): (file, 0, nbytes) for at, file in zip(ats, files, strict=True)}
-        root = arrays.root
-        if not own:
-            root = arrays.in_order({key: view.order for key, view in views.items()})
+        orders = {key: view.order for key, view in views.items()}
+        root = arrays.root if arrays.plain_files else arrays.in_order(orders)
         trained = {key for key in tensors if f"{MOMENT_KEY}{key}" in tensors}
-        metadata = Metadata(tensors, arrays.others, items, {})
+        metadata = Metadata(tensors, others, items, {})
         super().__init__(root, with_masters(metadata, trained))
         self.views = views
 
@@ -106,9 +166,9 @@ class Orbax(TorchAdam):
     lacking = ""  # why the settings of Adam are not known
 
     def __init__(self, path: Path) -> None:
-        self.arrays = Arrays(place(path))
-        self.own = own_files(self.arrays)
-        super().__init__(_Directory(self.arrays, self.own, {}), FORMAT)
+        self.tree = _Tree.of(place(path))
+        self.arrays = self.tree.arrays(place(path))
+        super().__init__(_Directory(self.arrays, self.tree.others, {}), FORMAT)
         self.root = path
         opened = self.arrays.opened
         self.trained = COUNT in opened and any(key.startswith(MOMENT_KEY) for key in opened)
@@ -120,7 +180,7 @@ class Orbax(TorchAdam):
     def beside(self, dialect: MappingFile) -> list[str]:
         kept = {"opt_state", "step"} if self.trained else {"step"}
         found = [name for name in super().beside(dialect) if name not in kept]
-        pax = any(name.startswith("opt_state.mu.") for name in self.arrays.others)
+        pax = any(name.startswith("opt_state.mu.") for name in self.tree.others)
         return [f"{name} of adam_pax" if pax else name for name in found]
 
     def layout(self, names: Names) -> Layout:
@@ -130,16 +190,16 @@ class Orbax(TorchAdam):
 
     def _view_as(self, names: Names) -> None:
         """Makes the arrays those that the rules have."""
-        scope, opened = names.scope(), self.arrays.opened
+        scope, opened, plain = names.scope(), self.arrays.opened, self.arrays.plain_files
         views = {
-            start + key: _view(b, opened[start + key].shape, scope, not self.own)
+            start + key: _view(b, opened[start + key].shape, scope, not plain)
             for b in names.bound
             for key, _ in b.global_keys()
             for start in STARTS.values()
             if start + key in opened
         }
         if views != self.directory.views:
-            self.directory = _Directory(self.arrays, self.own, views)
+            self.directory = _Directory(self.arrays, self.tree.others, views)
             self.metadata = self.directory.metadata
 
     def settings(self) -> tuple[list[dict[str, Any]], set[float]] | None:
@@ -155,16 +215,8 @@ class Orbax(TorchAdam):
         found = read_section(path, None) if path else None
         config = found if isinstance(found, dict) else {}
         stated = [config.get(name) for name in SETTINGS]
-        if stated[0] != 0 or not all(type(number) in (int, float) for number in stated):
-            stated = [0] * len(SETTINGS)
-            self.lacking = (
-                f"{self.root}: MaxText does not store the settings of Adam in it. Put the"
-                f" {CONFIG} of the run into this directory or that of the run, with numbers for"
-                f" {', '.join(SETTINGS)}; adam_eps_root must be 0, as in Megatron. Or give"
-                " --no-optimizer to convert the weights alone"
-            )
-        # optimizers of optax other than Adam have states with its names too
-        states = (name for name in self.arrays.others if name.startswith("opt_state."))
+        states = (name for name in self.tree.others if name.startswith("opt_state."))
+        # other optimizers of optax have states with the names of Adam's, and more
         more = next((name for name in states if ".count" not in name), None)
         if (kind := config.get("opt_type", ADAMW)) != ADAMW or more:
             why = f"{ADAMW} does not keep {more}" if more else f"{path}: opt_type is {short(kind)}"
@@ -172,7 +224,14 @@ class Orbax(TorchAdam):
                 f"{self.root}: is of another optimizer than {ADAMW}, which mckpt does not convert:"
                 f" {why}. {kinds.NO_OPTIMIZER.capitalize()}"
             )
-        _, b1, b2, eps, decay, lr = stated
+        elif stated[0] != 0 or not all(type(number) in (int, float) for number in stated):
+            self.lacking = (
+                f"{self.root}: MaxText does not store the settings of Adam in it. Put the"
+                f" {CONFIG} of the run into this directory or that of the run, with numbers for"
+                f" {', '.join(SETTINGS)}; adam_eps_root must be 0, as in Megatron. Or give"
+                " --no-optimizer to convert the weights alone"
+            )
+        _, b1, b2, eps, decay, lr = [0] * len(SETTINGS) if self.lacking else stated
         group = {"betas": (b1, b2), "eps": eps, "weight_decay": decay, "lr": lr}
         return [group], {float(self.iteration or 0)}
 
