@@ -30,6 +30,7 @@ from mckpt.conversion import done
 from mckpt.conversion.moving import RunSettings
 from mckpt.conversion.plan_data import SourceState
 from mckpt.conversion.planning import form_of_weights, make_plan
+from mckpt.conversion.refusals import dropped
 from mckpt.conversion.run import DirectoryPublisher, publish
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.streaming import HfTensors, refuse_url
@@ -42,8 +43,10 @@ from mckpt.execute.journal import Journal
 from mckpt.execute.ranks import Ranks
 from mckpt.execute.threads import ThreadPool
 from mckpt.execute.units import Work
-from mckpt.formats.foreign import has_deltas, is_delta, number_of_version
+from mckpt.formats.foreign import is_delta, number_of_version
+from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.hf_files import INDEX, Row, cut, tensors_of, weight_files
+from mckpt.mapping.forms import equal
 from mckpt.options import DeltaOptions, TargetOptions
 from mckpt.progress import Progress
 from mckpt.storage import manifest
@@ -56,6 +59,7 @@ FILE_BYTES = 2_000_000_000  # of new tensors whose changes are in one file
 BLOCK = 1 << 20  # bytes of a tensor in memory at once, which a core's cache holds
 POSITIONS = 1 << 32  # bytes of a tensor of which an overwrite can name each
 MAX_INDEX = 1 << 28  # bytes
+_LONGEST = "max_positions"  # of a run, which changes no value
 _NOTHING = Work(*(np.zeros(0, "u1") for _ in Work._fields))  # the journal has files alone
 
 Check = Callable[[], None]
@@ -96,6 +100,9 @@ class Version:
         except (KeyError, ValueError) as error:
             raise SourceError(f"{path}: is a delta that mckpt cannot apply: {error}") from None
         same = facts.get("digests", {})
+        if wrong := [name for name, one in sums.items() if same.get(name, one) != one]:
+            stated = "has other digests than its mckpt.json, as a file of another version has:"
+            raise SourceError.of(f"{path}: {stated}", wrong)
         old = {**same, **facts.get("base_digests", {})}
         return cls(path, number, base, encoding, digest, tensors, old, {**same, **sums})
 
@@ -118,15 +125,19 @@ def make(
 ) -> dict[str, Any]:
     """Writes the next version in a directory of deltas; returns the content of its mckpt.json.
 
-    Raises SourceError if the checkpoints have other tensors, or if `old` is not what the last
-    version makes; and the errors of a conversion to Hugging Face.
+    Raises SourceError if the checkpoints have other tensors or settings, or if `old` is not what
+    the last version makes; and the errors of a conversion to Hugging Face, as for copies of one
+    tensor that differ.
     """
     refuse_url(folder)
     require(how.digest)
-    before = versions(folder)[-1] if has_deltas(folder) else None
+    if is_delta(folder):
+        raise UsageError(f"{folder}: is a version itself; give the directory that has it")
+    # a version may be a whole checkpoint, on which the next one builds
+    base = max(map(number_of_version, folder.glob("weight_v*")), default=0)
+    before = next((one for one in versions(folder) if one.number == base), None)
     making = _Making(old, new, how, before)
-    base, hf = before.number if before else 0, formats.get(formats.HUGGING_FACE)
-    number = base + 1
+    number, hf = base + 1, formats.get(formats.HUGGING_FACE)
     for side in (old, new):  # neither may lie there
         destination = Destination(folder, f"weight_v{number:06d}", hf, side.files.root)
     files = [file for side in (old, new) for file in side.borrowing().layout.own_files]
@@ -170,10 +181,20 @@ class _Making:
         """before: the version on which it builds."""
         self.path, self.how, self.before, self.done = old.path, how, before, 0
         self.sides = HfTensors(old), HfTensors(new)
+        for side in self.sides:
+            dropped(side.source, check_replicas=False)
         left, right = (side.rows for side in self.sides)
         if apart := [name for name in {**left, **right} if left.get(name) != right.get(name)]:
             shown = [f"{n}: {_shown(left.get(n))}, and {_shown(right.get(n))}" for n in apart]
             raise SourceError.of(f"{old.path} and {new.path} have other tensors:", shown)
+        was, now = (side.source.dims for side in self.sides)
+        apart = [n for n, one in was.items() if not equal(one, now[n])]
+        if shown := [f"{n}: {was[n]!r}, and {now[n]!r}" for n in apart if n != _LONGEST]:
+            raise SourceError.of(
+                f"{old.path} and {new.path} have other settings, and a delta has weights alone:",
+                shown,
+                "If the weights alone are wanted, give both sides the same config.json.",
+            )
         self.rows = list(right.values())
         large = [row.key for row in self.rows if row.nbytes >= POSITIONS]
         if large and how.encoding == "overwrite":
@@ -308,15 +329,20 @@ def _chain(
     base: Checkpoint, found: list[Version], folder: Path, until: int | None
 ) -> list[Version]:
     """Returns the versions that follow that of the checkpoint, if it is known, or all. Raises
-    SourceError unless each builds on the one before it.
+    SourceError unless each builds on the one before it, and the last one is `until`.
     """
     at: int | None = base.files.manifest.get("delta", {}).get("version")
     at = at or number_of_version(base.path)  # a version that is a whole checkpoint
     chain = [one for one in found if one.number > (at or 0) and one.number <= (until or one.number)]
-    if not chain:
+    if not chain or until not in (None, chain[-1].number):
         has = ", ".join(str(one.number) for one in found) or "none"
         own = f", which is version {at}" if at else ""
-        raise SourceError(f"{folder}: has no version for {base.path}{own}; it has {has}")
+        wanted = f"version {until}" if until else "version"
+        raise SourceError(f"{folder}: has no {wanted} for {base.path}{own}; it has {has}")
+    numbers = {f: number_of_version(f) for f in sorted(folder.glob("weight_v*"))}
+    between = [f for f, number in numbers.items() if (at or 0) < number <= (until or number)]
+    if lost := [f.name for f in between if not is_delta(f) and not (f / CONFIG).exists()]:
+        raise SourceError.of(f"{folder}: versions have no {INDEX_NAME}; copy them again:", lost)
     at = at or chain[0].base
     digests: dict[str, str] = {}
     for one in chain:

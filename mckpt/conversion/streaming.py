@@ -110,7 +110,7 @@ class HfTensors(Mapping[str, HfTensor]):
         self._given = source
         export = export_of(source.borrowing(), TargetOptions(format=formats.HUGGING_FACE))
         self.config: dict[str, Any] = json.loads(export.config)
-        self._source = export.source
+        self.source = export.source
         self._layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(export.request)
         self._rows = {
             row.key: (row, number, at)
@@ -128,7 +128,7 @@ class HfTensors(Mapping[str, HfTensor]):
         """The copies that fill all tensors, these copies in the order of the target, and the places
         at which they start: the number of the file, shifted by FILE, and the byte.
         """
-        joined = join(self._source.layout, self._layout)
+        joined = join(self.source.layout, self._layout)
         at = (joined.copies["dst_file"].astype("i8") << FILE) + joined.copies["dst_at"]
         order = np.argsort(at)
         return joined, joined.copies[order], at[order]
@@ -142,7 +142,7 @@ class HfTensors(Mapping[str, HfTensor]):
         copies = copies[first:last]
         if len(out) < row.nbytes:
             copies = within(copies, itemsize(row.dtype), start, start + len(out))
-        sources = list(map(str, self._source.layout.files))
+        sources = list(map(str, self.source.layout.files))
         with naming(joined):
             read(structs.replace(joined, copies=copies), sources, start, out)
 

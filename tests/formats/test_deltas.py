@@ -193,9 +193,21 @@ def test_a_delta_that_does_not_follow_is_refused(published: Path, copied: Path) 
     refused(3, "weight_v000003: does not build on version 1", args=args)
     edit_json(copied / "weight_v000003" / INDEX, lambda i: i["metadata"].update(base_version="1"))
     refused(3, f"weight_v000003: does not build on version 1: {EMBEDDING} is another", args=args)
+    args = ("delta", *sides, copied / "weight_v000003")
+    refused(2, "is a version itself", args=args, untouched=copied)
     whole = shutil.copytree(published / "1", copied.parent / "weight_v000003")
     args = ("apply", whole, copied, out)
     refused(3, f"has no version for {whole}, which is version 3; it has 1, 3", args=args)
+
+
+def test_a_delta_follows_a_version_of_whole_weights(published: Path, copied: Path) -> None:
+    whole, out = copied / "weight_v000007", copied.parent / "then"
+    shutil.copytree(published / "2", whole)
+    good("delta", published / "2", published / "1", copied)
+    good("apply", whole, copied, out)
+    assert same(weights(out), weights(published / "1"))
+    good("delta", out, published / "0", copied)
+    assert sorted(path.name[-1] for path in copied.iterdir()) == ["1", "2", "7", "8", "9"]
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -215,9 +227,41 @@ def test_a_damaged_delta_is_refused(number: int, published: Path, copied: Path) 
         refused(3, name, args=args)
     other = digest.replace(digest[0], "f" if digest[0] != "f" else "0")
     file.write_bytes(raw.replace(digest.encode(), other.encode()))
+    refused(3, name, "has other digests than its mckpt.json", args=args)
+    record = (version / "mckpt.json").read_bytes()
+    (version / "mckpt.json").unlink()
     refused(3, name, "has another digest after", args=args)
+    (version / "mckpt.json").write_bytes(record)
     file.unlink()
     refused(3, f"{file.name}: named by {INDEX}, and not there", args=args)
+
+
+def test_files_of_another_version_and_lost_versions_are_refused(
+    published: Path, tmp_path: Path
+) -> None:
+    """The same bytes change twice, so that the second overwrite fits the first base too."""
+    states, out, folder = [published / "0"], tmp_path / "out", tmp_path / "deltas"
+    for number in (1, 2):
+        states.append(shutil.copytree(states[0], tmp_path / str(number)))
+        arrays = load_file(states[0] / "model.safetensors")
+        for array in arrays.values():
+            array.reshape(-1).view("u2")[:5] ^= 0x0101 << number
+        save_file(arrays, states[-1] / "model.safetensors", metadata={"format": "pt"})
+        mckpt.delta(*states[-2:], folder, encoding="overwrite")
+    first, second = sorted(folder.iterdir())
+    for lost, until in ((second, 2), (second, None), (first, None)):
+        index = (lost / INDEX).read_bytes()
+        (lost / INDEX).unlink()
+        more = () if until is None else ("--until", until)
+        said = "has no version 2" if until else f"have no {INDEX}; copy them again"
+        refused(3, said, args=("apply", states[0], folder, out, *more))
+        (lost / INDEX).write_bytes(index)
+    refused(3, "has no version 3", args=("apply", states[0], folder, out, "--until", 3))
+    for file in second.glob("*.safetensors"):
+        shutil.copy(file, first)
+    said = "weight_v000001: has other digests than its mckpt.json"
+    refused(3, said, EMBEDDING, args=("apply", states[0], folder, out, "--until", 1))
+    assert not out.exists()
 
 
 def test_other_shapes_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -226,6 +270,23 @@ def test_other_shapes_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None
     mckpt.convert(sides[0], tmp_path / "wide", format="torch", dtype="fp32")
     said = f"{EMBEDDING}: bfloat16 [193, 48], and float32 [193, 48]"
     refused(3, said, args=("delta", sides[0], tmp_path / "wide", out), untouched=out)
+
+
+def test_what_a_delta_would_lose_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    out, old = tmp_path / "deltas", tiny_model("deepseek-v3")
+    new = shutil.copytree(old, tmp_path / "new")
+    arrays = load_file(new / "model.safetensors")
+    arrays["model.layers.4.embed_tokens.weight"].reshape(-1).view("u2")[3] ^= 1
+    save_file(arrays, new / "model.safetensors", metadata={"format": "pt"})
+    said = "new: holds different copies of one tensor"
+    refused(3, said, args=("delta", old, new, out), untouched=out)
+    copy = shutil.copytree(old, tmp_path / "copy")
+    edit_json(copy / "config.json", lambda c: c.update(rope_theta=12345))
+    said = "have other settings, and a delta has weights alone:", "rope_theta: ", ", and 12345"
+    refused(3, *said, args=("delta", old, copy, out), untouched=out)
+    shutil.copy(old / "config.json", copy)
+    edit_json(copy / "config.json", lambda c: c.update(max_position_embeddings=777))
+    mckpt.delta(old, copy, out)  # the longest sequence changes no value
 
 
 def test_a_directory_of_deltas_is_shown_and_is_no_checkpoint(published: Path) -> None:
