@@ -176,6 +176,7 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
         "shared_ffn_size": any(moe),
         "expert_ffn_size": any(moe) and parallel.etp is None,
         "mamba_groups": dims["mamba_groups"] > 0,
+        "linear_key_heads": any(dims["linear_layers"]),
     }
     widths = [(name, dims[name]) for name, is_cut in cut.items() if is_cut]
     widths += [("ffn_size", size) for size in sorted(set(dims["ffn_sizes"]))] * cut["ffn_size"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -19,18 +20,21 @@ import numpy as np
 
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.conversion.refusals import refuse_sizes
 from mckpt.conversion.to_megatron import padded_rows
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names, packed
 from mckpt.formats.hf_files import Row
 from mckpt.formats.megatron.torch_shards import instances, local
 from mckpt.geometry.box import Box, Layout, Piece, Stored, overlap, row_major
+from mckpt.geometry.packing import Packed
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.buckets import FILE, exported
 from mckpt.live.direct import Bounds, bounds_of, index_of
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, ranks_of, release, stated
 from mckpt.live.together import own_result, rank_and_world
+from mckpt.mapping import Bound
 from mckpt.options import SourceOptions, TargetOptions
 from mckpt.values.dtypes import itemsize
 
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 VOCABULARY = 64  # vLLM and SGLang pad the vocabulary to a multiple of it
+QKV = "qkv", "gated_qkv"  # packings
+# Each rank of vLLM and SGLang holds the whole of these; Megatron cuts some of them.
+UNCUT = "attn.q_down.weight", "attn.kv_down.weight", "mtp.proj.weight"
 HeldBoxes = dict[str, list[Bounds]]
 
 
@@ -51,16 +58,21 @@ def engine_boxes(
     vocab_multiple: int = VOCABULARY,
 ) -> list[HeldBoxes]:
     """Returns what each rank of an engine holds, as vLLM and SGLang share a model: linears by rows
-    or columns over tp, experts over ep, layers over pp, the vocabulary over tp.
+    or columns over tp, experts over ep, layers over pp, the vocabulary over tp. With fewer heads of
+    k and v than tp, several ranks hold the same one; all hold the narrow latents.
 
     The ranks are in the order of the engine's: tp first, then pp. With ep, a stage has lcm(tp, ep *
     etp) ranks, as an engine with several attention groups has.
 
     model: the directory of the model, or what `mckpt.open` or `describe` returns.
     etp: the ranks over which each expert is cut; without it 1 with ep, else tp.
+
+    Raises UsageError for sizes by which heads, widths, layers or experts are not divisible.
     """
     source = model if isinstance(model, Checkpoint) else Checkpoint.open(model, SourceOptions())
     sizes = Parallel(tp=tp, pp=pp, ep=ep, etp=etp or (1 if ep > 1 else tp))
+    # experts that have biases can be cut here, and not in Megatron-Core
+    refuse_sizes(source.mapping, source.dims, replace(sizes, etp=1))
     divisible_by = max(vocab_multiple // math.gcd(vocab_multiple, tp), 1)
     dialect = source.mapping if source.is_megatron else mapping.dialect_for(source.mapping)
     # what an engine holds does not depend on how Megatron names it
@@ -82,7 +94,7 @@ def engine_boxes(
         ways = [
             (etp, sizes.expert_tp) if "expert" in b.rule.indices else (tp, sizes.tp) for b in whole
         ]
-        return [local(b, p, *way)[1] for b, p, way in zip(whole, packs, ways, strict=True)]
+        return [_pieces(b, p, *way) for b, p, way in zip(whole, packs, ways, strict=True)]
 
     @cache
     def held(stage: int, expert: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -94,10 +106,26 @@ def engine_boxes(
     found = []
     for stage in range(pp):
         for rank in range(count):
-            expert = rank // etp % ep if source.dims["num_experts"] else 0
-            pieces, where = shards(rank % tp, rank % etp), held(stage, expert)
+            pieces, where = shards(rank % tp, rank % etp), held(stage, rank // etp % ep)
             found.append(holders.boxes(zip(pieces, where, strict=True)))
     return found
+
+
+def _pieces(b: Bound, whole: Packed, rank: int, ways: int) -> tuple[Piece, ...]:
+    """Returns the pieces of a rule that a rank of an engine holds."""
+    if b.rule.of[0].endswith(UNCUT):
+        return local(b, whole, 0, 1)[1]
+    groups = sum(one.member == len(b.rule.of) - 1 for one in whole.placed)
+    if b.rule.pack not in QKV or ways <= groups:
+        return local(b, whole, rank, ways)[1]
+    found = []
+    for number, name in enumerate(b.rule.of):
+        boxes = [one.box for one in whole.placed if one.member == number]
+        parts = groups if name in b.rule.of[-2:] else ways  # k and v are last
+        (_, *rest), rows = boxes[0].shape, sum(box.shape[0] for box in boxes) // parts
+        box = Box((rank * parts // ways * rows, *(0 for _ in rest)), (rows, *rest))
+        found.append(Piece(name, box, 0, ()))
+    return tuple(found)
 
 
 def model_boxes(model_chunks: Sequence[Any], **described: Unpack[Described]) -> HeldBoxes:
