@@ -7,12 +7,14 @@ them into a segment, copy by copy:
     bucket   [segment of rank 0 | segment of rank 2]      --> tensors, by the same copies
               q rows 0..8, k rows 0..4    q rows 8..16
 
-A part that all receivers hold is not sent: each of them copies it from its own memory.
+A part that all receivers hold is not sent: each of them copies it from its own memory. What is
+quantised is, if possible, so before it is sent: its codes and its scales are two tensors then.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -29,11 +31,12 @@ from mckpt.conversion.to_hf import export_of
 from mckpt.errors import UsageError
 from mckpt.formats.base import dtypes_of
 from mckpt.formats.hf import HuggingFaceRequest, quantises
-from mckpt.formats.hf_encodings import WRITTEN
+from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.box import Layout, Stored, clip
 from mckpt.geometry.join import Joined, join
 from mckpt.live.model import RankParts, ranks_of
+from mckpt.live.quantising import MatrixBox, Rows, block_of, boxes_of, grid_of
 from mckpt.mapping import Bound
 from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile
@@ -43,6 +46,7 @@ FILE = 44  # bits of a byte's place in a file of 16 TiB
 BUCKET = 1 << 30  # bytes of a bucket by default; it grows to the size of the largest tensor
 ALIGN = 16  # bytes; each segment begins at a multiple of this
 OWN = -1  # in the place of a rank: each receiver holds the elements itself
+CODES = "float8_e4m3fn"  # the dtype of quantised elements
 UNEVEN = 1.25  # segments are padded to one size where a bucket grows by at most this factor
 
 # which tensors a rank receives: None for every rank, the number of the only one, or a function
@@ -68,6 +72,44 @@ class ExportedTensor(NamedTuple):
         """Returns the byte of the file at which it begins."""
         return self.at & ((1 << FILE) - 1)
 
+    def coded(self, scheme: Scheme) -> list[ExportedTensor]:
+        """Returns the codes and the scales of a matrix, as tensors."""
+        grids = [grid_of(shape, block_of(scheme)) for shape in (self.shape, self.whole)]
+        first = self.first // block_of(scheme)[0]
+        codes = self._replace(dtype=CODES, quantised=False)
+        name, kind = self.name + scheme.scales, scheme.dtypes[0]
+        scales = codes._replace(name=name, dtype=kind, shape=grids[0], first=first, whole=grids[1])
+        return [codes, scales]
+
+
+class Part(NamedTuple):
+    """A box of a tensor of two axes, whose elements follow each other in the bucket."""
+
+    number: int  # of the tensor in the bucket
+    start: tuple[int, int]
+    shape: tuple[int, int]
+    at: int  # the first byte in the bucket
+
+
+class Coded(NamedTuple):
+    """A box of a matrix that its rank quantises before it sends it."""
+
+    rank: int
+    dtype: str  # of the matrix
+    at: int  # its first byte where the rank packs the boxes that it quantises
+    codes: Part
+    scales: Part
+
+    def behind(self, start: int) -> Coded:
+        """Returns it with parts that lie `start` bytes further in the bucket."""
+        codes, scales = (part._replace(at=part.at + start) for part in (self.codes, self.scales))
+        return self._replace(codes=codes, scales=scales)
+
+    @property
+    def end(self) -> int:
+        """Returns the byte behind its last one, where it is packed."""
+        return self.at + math.prod(self.codes.shape) * itemsize(self.dtype)
+
 
 class Bucket(NamedTuple):
     """Tensors that are sent at once."""
@@ -77,7 +119,8 @@ class Bucket(NamedTuple):
     copies: np.ndarray  # of COPY, in the order of the segments
     tensor: np.ndarray  # of each copy: the number of its tensor in the bucket
     rank: np.ndarray  # of each copy: the rank that sends its elements, or OWN
-    at: np.ndarray  # of each copy that is sent: its first byte in the bucket
+    # of each copy that is sent: its first byte in the bucket; of one into `coded`, that there
+    at: np.ndarray
     # of each copy: the bytes by which its elements lie behind their place on the rank in the plan
     shift: np.ndarray
     segments: dict[int, tuple[int, int]]  # rank -> the first byte of its segment, and its size
@@ -85,6 +128,7 @@ class Bucket(NamedTuple):
     # of a plan of boxes (`live.direct`), whose buckets are those of one rank: rank -> the first
     # byte of the message to it, and its size. `segments` then has the messages from other ranks.
     sent: dict[int, tuple[int, int]] | None = None
+    coded: Sequence[Coded] = ()
 
 
 class Transfer(NamedTuple):
@@ -177,7 +221,8 @@ def plan(
         most = max(BUCKET, *(row.nbytes for row, _ in rows))
     receivers = _receivers([row.key for row, _ in rows], to, world)
     names = {key for b in quantised for key in b.keys()}  # noqa: SIM118
-    block = (WRITTEN[target.quantize].block[0] if target.quantize else None) or 1
+    scheme = WRITTEN[target.quantize] if target.quantize else None
+    block = block_of(scheme)[0] if scheme else 1
     tensors: list[ExportedTensor] = []
     for row, at in rows:
         count, quantise = row.shape[0] if row.shape else 1, row.key in names
@@ -196,7 +241,7 @@ def plan(
     tensors.sort(key=lambda t: t.at)
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
-    buckets = list(_buckets(tensors, joined, model, most // 2, own, sent, turns))
+    buckets = list(_buckets(tensors, joined, model, most // 2, own, sent, turns, scheme))
     return Buckets(config, joined, buckets, most)
 
 
@@ -284,6 +329,7 @@ def _buckets(
     own: int,
     sent: bool,
     turns: bool,
+    scheme: Scheme | None,
 ) -> Iterator[Bucket]:
     """Yields the buckets: tensors of the same receivers, in the order of their places.
 
@@ -302,6 +348,7 @@ def _buckets(
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
+    coded = _coded(tensors, copies[order], rank[order], order, bounds, scheme) if scheme else {}
     sets: dict[tuple[frozenset[int], int, int], list[int]] = {}
     for number, one in enumerate(tensors):
         if one.to:
@@ -319,7 +366,7 @@ def _buckets(
             size += int(sums[number])
     rounds = zip_longest(*of_sets) if turns else of_sets
     for to, chosen in (one for listed in rounds for one in listed if one is not None):
-        yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most)
+        yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most, coded, scheme)
 
 
 def _senders(
@@ -366,6 +413,38 @@ def parts_of_copies(copies: np.ndarray, ranks: RankParts) -> np.ndarray:
     return found
 
 
+def _coded(
+    tensors: list[ExportedTensor],
+    copies: np.ndarray,
+    rank: np.ndarray,
+    order: np.ndarray,
+    bounds: np.ndarray,
+    scheme: Scheme,
+) -> dict[int, list[MatrixBox]]:
+    """Returns the boxes of the matrices that ranks quantise before they send them, by the numbers
+    of the matrices.
+
+    copies, rank: in the order of the tensors and the places in them. order: their own numbers.
+    bounds: as for `_bucket`.
+    """
+    names = ("rows", "run", "dst_at", "dst_pitch", "dst_step")
+    columns = [copies[name].tolist() for name in names]
+    rows, ends = list(zip(order.tolist(), rank.tolist(), *columns, strict=True)), bounds.tolist()
+    found = {}
+    for number, tensor in enumerate(tensors):
+        if not tensor.quantised:
+            continue
+        held, width = dict[int, list[Rows]](), itemsize(tensor.dtype)
+        for copy, one, count, run, *places in rows[ends[number] : ends[number + 1]]:
+            at, pitch, step = places[0] - tensor.byte, *places[1:]
+            elements = at // width, pitch // width, step // width
+            held.setdefault(one, []).append(Rows(copy, count, run, *elements))
+        (height, columns_of), block = tensor.shape, block_of(scheme)
+        if OWN not in held and (boxes := boxes_of((height, columns_of), block, held)):
+            found[number] = boxes
+    return found
+
+
 def _bucket(
     numbers: list[int],
     tensors: list[ExportedTensor],
@@ -375,6 +454,8 @@ def _bucket(
     bounds: np.ndarray,
     columns: tuple[np.ndarray, np.ndarray, np.ndarray],
     most: int,
+    coded: Mapping[int, list[MatrixBox]],
+    scheme: Scheme | None,
 ) -> Bucket:
     """Returns the bucket of some tensors. In each segment, copies of larger elements come first, so
     that each copy is aligned. Tensors follow each other as in the weights that they are parts of,
@@ -382,34 +463,80 @@ def _bucket(
 
     order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. columns: of each
     copy, the rank that sends its elements, the shift of `Bucket`, and the bytes of an element.
-    most: bytes to which segments of one size may come.
+    most: bytes to which segments of one size may come. coded: as `_coded`.
     """
     rank, shift, items = columns
     rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
-    chosen = np.concatenate(rows)
-    tensor = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
+    chosen, counts = np.concatenate(rows), [len(one) for one in rows]
+    listed, firsts = list[ExportedTensor](), list[int]()
+    for n in numbers:
+        firsts.append(len(listed))
+        listed += tensors[n].coded(scheme) if scheme and n in coded else [tensors[n]]
+    tensor, apart = np.repeat(firsts, counts), np.repeat([n in coded for n in numbers], counts)
     source = (copies["src_file"][chosen].astype("i8") << FILE) + copies["src_at"][chosen]
     _, group = np.unique(tensor * (rank.max() + 2) + rank[chosen], return_inverse=True)
     first = np.full(len(chosen), np.iinfo("i8").max)
     np.minimum.at(first, group, source)  # of the part of each tensor that a rank sends
-    by_rank = np.lexsort((first[group], -items[chosen], rank[chosen]))
+    by_rank = np.lexsort((first[group], -items[chosen], rank[chosen], apart))
     chosen, tensor = chosen[by_rank], tensor[by_rank]
     held, sizes = rank[chosen], copies["rows"][chosen] * copies["run"][chosen] * items[chosen]
-    at = np.zeros(len(chosen), "i8")
+    at, plain = np.zeros(len(chosen), "i8"), len(chosen) - np.count_nonzero(apart)
     of_rank = {
-        one: slice(*np.searchsorted(held, [one, one + 1]).tolist())
+        one: slice(*np.searchsorted(held[:plain], [one, one + 1]).tolist())
         for one in np.unique(held).tolist()
         if one != OWN
     }
-    needed = [-(-int(sizes[part].sum()) // ALIGN) * ALIGN for part in of_rank.values()]
+    needed = {one: _aligned(int(sizes[part].sum())) for one, part in of_rank.items()}
+    place = {copy: i for i, copy in enumerate(chosen.tolist())}
+    boxes = [(f, n, box) for f, n in zip(firsts, numbers, strict=True) for box in coded.get(n, ())]
+    boxes.sort(key=lambda one: place[one[2].copies[0]])
+    made = _placed(boxes, tensors, listed, needed, scheme) if scheme else []
     # one collective sends segments of one size, faster than others
-    even = len(to) * max(needed, default=0)
-    if to == of_rank.keys() and even <= min(most, UNEVEN * sum(needed)):
-        needed = [max(needed)] * len(needed)
+    even = len(to) * max(needed.values(), default=0)
+    if to == of_rank.keys() and even <= min(most, UNEVEN * sum(needed.values())):
+        needed = dict.fromkeys(needed, max(needed.values()))
     segments, start = {}, 0
-    for (one, part), size in zip(of_rank.items(), needed, strict=True):
+    for (one, part), size in zip(of_rank.items(), needed.values(), strict=True):
         at[part] = start + np.cumsum(sizes[part]) - sizes[part]
         segments[one] = start, size
         start += size
-    listed = [tensors[n] for n in numbers]
-    return Bucket(listed, to, copies[chosen], tensor, held, at, shift[chosen], segments, start)
+    end = plain
+    for one, (_, _, box) in zip(made, boxes, strict=True):
+        part = slice(end, end := end + len(box.copies))
+        at[part] = one.at + np.cumsum(sizes[part]) - sizes[part]
+    made = [one.behind(segments[one.rank][0]) for one in made]
+    return Bucket(
+        listed, to, copies[chosen], tensor, held, at, shift[chosen], segments, start, None, made
+    )
+
+
+def _placed(
+    boxes: list[tuple[int, int, MatrixBox]],
+    tensors: list[ExportedTensor],
+    listed: list[ExportedTensor],
+    needed: dict[int, int],
+    scheme: Scheme,
+) -> list[Coded]:
+    """Returns boxes that are quantised, with their places in the segments of their ranks: the
+    scales of all, and then the codes.
+
+    boxes: each with the number of its codes in `listed`, and that of its matrix in `tensors`.
+    needed: bytes of each segment, which grow.
+    """
+    parts = list[list[Part]]()
+    for more, unit in ((1, block_of(scheme)), (0, (1, 1))):
+        parts.append([])
+        for number, _, box in boxes:
+            shape, at = grid_of(box.shape, unit), needed[box.rank]
+            parts[-1].append(Part(number + more, grid_of(box.start, unit), shape, at))
+            needed[box.rank] += math.prod(shape) * itemsize(listed[number + more].dtype)
+        needed.update({one: _aligned(size) for one, size in needed.items()})
+    found, packed = list[Coded](), dict.fromkeys(needed, 0)
+    for (_, number, box), scales, codes in zip(boxes, *parts, strict=True):
+        found.append(Coded(box.rank, tensors[number].dtype, packed[box.rank], codes, scales))
+        packed[box.rank] = _aligned(found[-1].end)
+    return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -15,6 +15,8 @@ def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but c
     rows,
     columns,
     step,
+    code_step,
+    scale_step,
     down,
     along,
     tiles,
@@ -26,9 +28,10 @@ def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but c
 ):
     """Writes the codes and the scales of COUNT blocks of one of several matrices.
 
-    bad: a flag of each matrix, which becomes 1 if a value is not finite. step: elements from one
-    matrix to the next. down, along: blocks of a matrix. tiles: programs for a row of blocks.
-    POWERS: the scales are the exponents of powers of two.
+    bad: a flag of each matrix, which becomes 1 if a value is not finite. step, code_step,
+    scale_step: elements from one matrix, its codes or its scales to the next. down, along: blocks
+    of a matrix. tiles: programs for a row of blocks. POWERS: the scales are the exponents of powers
+    of two.
     """
     number = tl.program_id(0)
     tile, band = number % tiles, number // tiles % down
@@ -54,9 +57,9 @@ def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but c
         scaled = tl.math.div_rn(blocks, every)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     made = tl.reshape(scaled.to(tl.float8e4nv), (HEIGHT, COUNT * WIDTH))
-    tl.store(codes + matrix * rows * columns + at, made, mask=inside)
+    tl.store(codes + matrix * code_step + at, made, mask=inside)
     block = tile * COUNT + tl.arange(0, COUNT)
-    tl.store(scales + (matrix * down + band) * along + block, scale, mask=block < along)
+    tl.store(scales + matrix * scale_step + band * along + block, scale, mask=block < along)
     tl.store(bad + matrix, 1, mask=is_bad == 1)
 
 

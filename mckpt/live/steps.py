@@ -2,7 +2,8 @@
 listed once: copies between three memories.
 
     weights --send--> buffer of the bucket --receive--> tensors that are made
-       |                                                  ^
+       |  |                 ^                             ^
+       |  +--pack--> boxes --codings                      |
        +-----------------------own------------------------+
 
 A tensor that lies in the buffer as a whole is given from there. Copies of neighbouring elements are
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mckpt.geometry.box import row_major
 from mckpt.geometry.join import UNSCALED
-from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, ExportedTensor
+from mckpt.live.buckets import ALIGN, OWN, UNEVEN, Bucket, Coded, ExportedTensor, Part
 from mckpt.live.flat import offsets
 from mckpt.live.together import call
 from mckpt.values.dtypes import itemsize
@@ -74,12 +76,25 @@ class Moves(NamedTuple):
     targets: list[ViewRun]
 
 
+class Coding(NamedTuple):
+    """Boxes of one shape that are quantised."""
+
+    dtype: str  # of the values
+    numbers: list[int]  # of the tensors with the codes
+    values: ViewRun  # of the boxes that are packed
+    codes: ViewRun  # of the buffer
+    scales: ViewRun
+
+
 class Steps(NamedTuple):
     """The work of this rank for a bucket."""
 
     buffer: int  # bytes: of all segments on a rank that receives them, else of its own
     made: int  # bytes of the tensors that are made
+    packed: int  # bytes of the boxes that are quantised
     send: list[Moves]
+    pack: list[Moves]
+    codings: list[Coding]
     own: list[Moves]
     receive: list[Moves]
     # the tensors in the memory that is made (True) or in the buffer, of each dtype, and whether
@@ -87,8 +102,13 @@ class Steps(NamedTuple):
     tensors: dict[tuple[bool, str, bool], list[ViewRun]]
 
     @property
+    def room(self) -> int:
+        """Returns the bytes that it needs until the bucket is on its way."""
+        return self.buffer + self.packed
+
+    @property
     def memory(self) -> int:
-        """Returns the bytes that it needs."""
+        """Returns the bytes that it needs behind that."""
         return self.buffer + self.made
 
 
@@ -130,6 +150,16 @@ def steps_of(
     columns += [bucket.tensor.tolist(), bucket.rank.tolist(), bucket.at.tolist()]
     columns += [bucket.shift.tolist()]
     copies = [_CopyRow(*row) for row in zip(*columns, strict=True)]
+    # copies into boxes that are quantised, which then have copies of their own
+    coded, known = {one.codes.number for one in bucket.coded}, len(casts)
+    packs = [copy for copy in copies if copy.number in coded]
+    copies = [copy for copy in copies if copy.number not in coded]
+    for one in bucket.coded:
+        for index, part in enumerate((one.codes, one.scales), known):
+            copies.append(_row_of(part, bucket.tensors[part.number], one.rank, index))
+    kinds = ["uint8"]  # of the codes, because torch copies few tensors of float8 at once
+    kinds += [bucket.tensors[one.scales.number].dtype for one in bucket.coded[:1]]
+    casts = [*casts, *(Cast(kind, kind) for kind in kinds)]
     parts: list[list[_CopyRow]] = [[] for _ in bucket.tensors]
     for copy in copies if receives else ():
         parts[copy.number].append(copy)
@@ -147,8 +177,8 @@ def steps_of(
         for at, start, (_, width) in zip(within, starts, sizes, strict=True)
     ]
     made = -(-made // ALIGN) * ALIGN  # which any dtype can view
-    send, own, receive = (_Lists(special) for _ in range(3))
-    for copy in copies:
+    send, pack, own, receive = (_Lists(special) for _ in range(4))
+    for copy in (*packs, *copies):
         cast, shape = casts[copy.cast], (copy.rows, copy.run)
         dense = (copy.run, 1)
         width = itemsize(cast.source)
@@ -157,10 +187,13 @@ def steps_of(
         width = itemsize(cast.target)
         at = copy.at // width
         adds = (copy.grid, copy.src_at - copy.shift) if cast.term else (UNSCALED, 0)
-        if copy.rank == rank:
-            start = at - (0 if receives else first // width)
+        is_packed = copy.number in coded and copy.cast < known
+        if copy.rank == rank and copy.cast < known:
+            start = at - (0 if receives or is_packed else first // width)
             move = LiveMove(copy.number, shape, copy.src_at, src_strides, start, dense, None, *adds)
-            send.add(cast, move, weight)
+            (pack if is_packed else send).add(cast, move, weight)
+        if is_packed:
+            continue
         if copy.number < len(places) and places[copy.number][0]:
             tensor = bucket.tensors[copy.number]
             start = places[copy.number][1] + (copy.dst_at - tensor.byte) // width
@@ -176,12 +209,16 @@ def steps_of(
     for number, (is_made, start) in enumerate(places):
         tensor = bucket.tensors[number]
         view = number, tensor.shape, row_major(tensor.shape), start
-        kind = is_made, tensor.dtype, tensor.quantised
-        tensors.setdefault(kind, []).append(view)
+        place = is_made, tensor.dtype, tensor.quantised
+        tensors.setdefault(place, []).append(view)
+    mine = [one.behind(0 if receives else -first) for one in bucket.coded if one.rank == rank]
     return Steps(
         buffer,
         made,
+        -(-max((one.end for one in mine), default=0) // ALIGN) * ALIGN,
         send.moves(memory),
+        pack.moves(memory),
+        _codings(mine, bucket.tensors),
         own.moves(memory),
         receive.moves(),
         {memory: runs(views) for memory, views in tensors.items()},
@@ -194,15 +231,48 @@ def even_rooms(steps: list[Steps], most: int) -> list[Steps]:
     twice `most` bytes.
     """
     limit = int(UNEVEN * most / 2)
-    small = [s for s in steps if max(s.buffer, s.made) <= limit]
+    small = [s for s in steps if max(s.buffer, s.made, s.packed) <= limit]
     buffer = max((s.buffer for s in small), default=0)
     made = max((s.made for s in small), default=0)
+    packed = max((s.packed for s in small), default=0)
     return [
-        s._replace(buffer=s.buffer and buffer, made=s.made and made)
-        if max(s.buffer, s.made) <= limit
+        s._replace(buffer=s.buffer and buffer, made=s.made and made, packed=s.packed and packed)
+        if max(s.buffer, s.made, s.packed) <= limit
         else s
         for s in steps
     ]
+
+
+def _codings(listed: Iterable[Coded], tensors: Sequence[ExportedTensor]) -> list[Coding]:
+    """Returns boxes that are quantised, together those of one shape at even distances.
+
+    listed: boxes of this rank, with their places in its memory.
+    """
+    found: dict[tuple[Any, ...], list[list[tuple[int, ...]]]] = {}
+    # experts are listed one after the other, and packed as they lie in the weights
+    for one in sorted(listed, key=lambda one: one.codes.number):
+        parts = one.codes, one.scales
+        places = (part.at // itemsize(tensors[part.number].dtype) for part in parts)
+        row = one.codes.number, one.at // itemsize(one.dtype), *places
+        of_shape = found.setdefault((one.dtype, *(part.shape for part in parts)), [[]])
+        last = of_shape[-1]
+        by = [
+            tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise([*last[-2:], row])
+        ]
+        if len({step[1:] for step in by}) > 1 or any(n < 0 for step in by for n in step[1:]):
+            of_shape.append([])
+        of_shape[-1].append(row)
+    codings = []
+    for (dtype, shape, grid), stretches in found.items():
+        for rows in stretches:
+            numbers, *starts = zip(*rows, strict=True)
+            given = zip((shape, shape, grid), starts, strict=True)
+            views = [
+                [(n, size, row_major(size), at) for n, at in zip(numbers, of, strict=True)]
+                for size, of in given
+            ]
+            codings.append(Coding(dtype, list(numbers), *(runs(of)[0] for of in views)))
+    return codings
 
 
 # number, shape, strides, first element
@@ -245,6 +315,18 @@ class _CopyRow(NamedTuple):
     rank: int
     at: int
     shift: int
+
+
+def _row_of(part: Part, tensor: ExportedTensor, rank: int, cast: int) -> _CopyRow:
+    """Returns the copy of a part of a bucket into its tensor."""
+    width, columns = itemsize(tensor.dtype), tensor.shape[1]
+    at = tensor.byte + (part.start[0] * columns + part.start[1]) * width
+    return _CopyRow(
+        **dict.fromkeys(_CopyRow._fields, 0)
+        | {"cast": cast, "grid": UNSCALED, "rows": part.shape[0], "run": part.shape[1]}
+        | {"dst_at": at, "dst_pitch": columns * width, "dst_step": width}
+        | {"number": part.number, "rank": rank, "at": part.at}
+    )
 
 
 def _in_one(parts: list[_CopyRow], tensor: ExportedTensor, casts: Sequence[Cast]) -> int | None:

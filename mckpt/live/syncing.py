@@ -27,7 +27,7 @@ from mckpt.live.flat import FlatBucket, flat_bucket, refuse_align
 from mckpt.live.meeting import Meeting
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
-from mckpt.live.quantising import quantised
+from mckpt.live.quantising import block_of, quantise, quantised
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import LiveMove, Moves, SentBucket, Steps, ViewRun, even_rooms, steps_of
 from mckpt.live.together import (
@@ -276,12 +276,8 @@ class Sync:
 
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for tensor in (tensor for bucket in self._plan.listed for tensor in bucket.tensors):
-            dtype, shape = tensor.dtype, tensor.whole
-            if (scheme := self.scheme) is not None and tensor.quantised:
-                dtype, kind = scheme.encoding.dtype, scheme.dtypes[0]
-                grid = scheme.grids((shape[0], shape[1]))[0]
-                found[tensor.name + scheme.scales] = getattr(torch, kind), grid
-            found[tensor.name] = getattr(torch, dtype), shape
+            every = tensor.coded(self.scheme) if self.scheme and tensor.quantised else [tensor]
+            found |= {one.name: (getattr(torch, one.dtype), one.whole) for one in every}
         return found
 
     @property
@@ -438,7 +434,7 @@ class Sync:
         self._posted = 0
         try:
             for bucket, steps in zip(self._plan.listed, of_buckets, strict=True):
-                if sent and sent[0].steps.memory + steps.buffer > 2 * self._plan.most:
+                if sent and sent[0].steps.memory + steps.room > 2 * self._plan.most:
                     yield from self._yielded(sent.pop(), flat)
                 sent.append(self._send(bucket, steps))
                 if len(sent) > 1:
@@ -547,8 +543,27 @@ class Sync:
         the bucket.
         """
         self._posted += 1
-        buffer = self._filled(steps.buffer, lambda memory: self._copy(steps.send, bucket, memory))
+        buffer = self._filled(steps.buffer, lambda memory: self._pack(steps, bucket, memory))
         return self._exchange(bucket, steps, buffer)
+
+    def _pack(self, steps: Steps, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Fills this rank's segment, of which some boxes are quantised."""
+        import torch
+
+        self._copy(steps.send, bucket, buffer)
+        if not steps.codings:
+            return
+        assert self.scheme is not None
+        packed = torch.empty(steps.packed, dtype=torch.uint8, device=self._device)
+        self._copy(steps.pack, bucket, packed)
+        for dtype, numbers, *places in steps.codings:
+            kinds = dtype, *(bucket.tensors[numbers[0] + more].dtype for more in (0, 1))
+            values, codes, scales = (
+                run.views(memory.view(getattr(torch, kind)))
+                for run, memory, kind in zip(places, (packed, buffer, buffer), kinds, strict=True)
+            )
+            bad = quantise(values, codes, scales, block_of(self.scheme))
+            self._bad.append((bucket.tensors, numbers, bad))
 
     def _filled(self, nbytes: int, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """Returns memory of a bucket, in which a function has put this rank's segment. If it fails,
@@ -783,7 +798,8 @@ def _digest(made: Buckets) -> dict[str, Any]:
     found = hashlib.sha256()
     for bucket in made.listed:
         tensors = [tensor[:-1] for tensor in bucket.tensors]  # without the receivers of each
-        found.update(repr((tensors, sorted(bucket.to), bucket.segments)).encode())
+        given = tensors, sorted(bucket.to), bucket.segments, bucket.coded
+        found.update(repr(given).encode())
     return {"the plan, which `like`, `args` and `to` decide": found.hexdigest()[:16]}
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of mckpt.live.changes for a GPU, which need not be there: the interpreter
+"""Compiles the kernels of mckpt.live.kernels for a GPU, which need not be there: the interpreter
 takes what the compiler refuses. It prints the kernels, and how `compare` reads.
 """
 
@@ -14,6 +14,7 @@ from mckpt.live import kernels
 from mckpt.live.changes import BLOCK, STEPS
 
 TABLES = {"table": "*i64", "rows": "*i64", "copy_of": "*i32"}
+SIZES = ("rows", "columns", "step", "code_step", "scale_step", "down", "along", "tiles")
 FOUND = {"masks": "*i32", "counts": "*i32"}
 MIXING = dict(zip(("FIRST", "SECOND", "THIRD"), STEPS, strict=True))
 # kernel, types of its tensors and numbers, constants
@@ -48,6 +49,18 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         },
         {},
     ),
+    *(
+        (
+            kernels.quantise,
+            {"values": "*bf16", "codes": "*fp8e4nv", "scales": kind, "bad": "*i32"}
+            | dict.fromkeys(SIZES, "i32"),
+            {"LARGEST": 448.0, "HEIGHT": height, "WIDTH": width, "COUNT": count, "POWERS": powers},
+        )
+        for kind, height, width, count, powers in (
+            ("*fp32", 128, 128, 1, False),
+            ("*u8", 1, 32, 64, True),
+        )
+    ),
 ]
 
 
@@ -55,7 +68,8 @@ def main() -> None:
     for kernel, types, constants in CASES:
         names = kernel.arg_names
         given = {(names.index(name),): value for name, value in constants.items()}
-        given[(names.index("BLOCK"),)] = BLOCK
+        if "BLOCK" in names:
+            given[(names.index("BLOCK"),)] = BLOCK
         even = [["tt.divisibility", 16]]
         attributes = {(names.index(n),): even for n, kind in types.items() if kind[0] == "*"}
         every = {name: types.get(name, "constexpr") for name in names}

@@ -2,7 +2,8 @@
 with numbers of Python.
 
 It prints `alike` for each case: dtypes and shares of changes, of both ranks of a bucket with rows,
-columns, transposed and tiny tensors, packed and where the weights are.
+columns, transposed and tiny tensors, packed and where the weights are; and blocks of matrices that
+are quantised into a buffer with gaps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from mckpt.geometry.join import COPY
-from mckpt.live import changes
+from mckpt.live import changes, quantising
 from mckpt.live.buckets import Bucket, ExportedTensor
 
 # rank, tensor, rows, run, first element in the tensor, pitch, step
@@ -119,6 +120,32 @@ def main() -> None:
                 both = torch.cat([weight_of(bucket, rank, new) for _, new in cases])
                 expect(places, rank, elements, cases, both)
                 print("alike")
+    for block, dtype in (((128, 128), torch.float32), ((1, 32), torch.uint8)):
+        expect_codes(block, dtype)
+        print("alike")
+
+
+def expect_codes(block: tuple[int, int], dtype: torch.dtype) -> None:
+    """Quantises matrices by the kernel and by torch. All values are codes of float8, because the
+    interpreter rounds to float8 in its own way, and 448, the largest of them, is in each block.
+    """
+    shape = 3, 200, 320
+    drawn = torch.randint(0, 0x7F, shape, generator=torch.Generator().manual_seed(0))
+    matrices = drawn.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    matrices[:, :: block[0], :: block[1]] = 448
+    matrices[1, 70, 3] = float("inf")
+    grid, found = quantising.grid_of(shape[1:], block), []
+    for has in (True, False):
+        quantising.has_kernels = lambda *_: has  # type: ignore[assignment]  # noqa: B023
+        memory = torch.zeros(200000, dtype=torch.float8_e4m3fn), torch.zeros(8000, dtype=dtype)
+        codes = memory[0].as_strided(shape, (shape[1] * shape[2] + 48, shape[2], 1), 16)
+        scales = memory[1].as_strided((3, *grid), (grid[0] * grid[1] + 5, grid[1], 1), 3)
+        bad = quantising.quantise(matrices, codes, scales, block)
+        assert bad.tolist() == [0, 1, 0]
+        assert codes[::2].to(torch.bfloat16).equal(matrices[::2])
+        scales[1], codes[1] = 0, 0  # whose values have no codes
+        found.append([one.view(torch.uint8) for one in memory])
+    assert all(map(torch.equal, *found))
 
 
 def expect(

@@ -1084,10 +1084,13 @@ def flattened(sync: live.Sync, align: int) -> Iterator[tuple[str, torch.Tensor]]
     write into an earlier one. Each must lie in one memory, as its metadata says.
     """
 
+    listed = (tensor for bucket in sync._plan.listed for tensor in bucket.tensors)
+    later = {tensor.name for tensor in listed if tensor.quantised}  # by the ranks that receive it
+
     def made(named: list[tuple[str, torch.Tensor]], *args: Any) -> live.FlatBucket:
         bucket = flat.flat_bucket(named, *args)
         copied = bucket.buffer.data_ptr() != named[0][1].data_ptr()
-        assert copied == (sync.scheme is not None), "only what is quantised is copied"
+        assert copied == any(name in later for name, _ in named), "it is copied twice"
         return bucket
 
     syncing.flat_bucket = made

@@ -213,6 +213,34 @@ def test_replicas_share_the_reading_and_no_option_changes_a_value(
         expect_files(saved, right)
 
 
+# of a model whose ranks hold whole blocks of most matrices
+WIDE = {
+    **{"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64},
+    **{"num_key_value_heads": 2, "intermediate_size": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "size"), [("qwen3", {"tp": 2}), ("qwen3-moe", {"tp": 2, "ep": 2, "etp": 1})]
+)
+def test_ranks_quantise_the_blocks_that_they_hold(
+    case: str, size: dict[str, Any], work: Path
+) -> None:
+    """The file route quantises whole matrices. A rank sends codes of its part of each, but for k
+    and v, whose blocks lie on two ranks.
+    """
+    experts = {"moe_intermediate_size": 128} if case in EXPERTS else {}
+    source = tiny.tiny_random(case, work / f"wide-{case}", **WIDE, **experts)
+    exports: list[list[Any]] = []
+    for form in ("fp8", "mxfp8"):
+        right = exported(source, work, form, quantize=form)
+        for how in ({}, {"flat": 16}, {"to": 2, "slices": True}, {"bucket_bytes": "1MiB"}):
+            exports.append([right, {"quantize": form, **how}])
+    result = live(source, work, size, (source, {}), exports=exports, like=source)
+    assert len(result["exported"]) == 8
+    assert not any(result["exported"].values()), result["exported"]
+
+
 def expect_files(saved: Path, right: Path) -> None:
     """Fails unless two directories have the same files."""
     files = sorted(path.name for path in right.iterdir())

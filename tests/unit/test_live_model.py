@@ -18,6 +18,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.files import CheckpointFiles
 from mckpt.checkpoint.model import ModelDescription
 from mckpt.errors import SourceError, UsageError
+from mckpt.formats.hf_encodings import WRITTEN
 from mckpt.formats.megatron.torch_dist import TorchDist
 from mckpt.geometry.box import row_major
 from mckpt.geometry.parallel import Parallel
@@ -30,6 +31,7 @@ from mckpt.live.steps import Steps, View, even_rooms, runs
 from mckpt.options import SourceOptions, TargetOptions
 from mckpt.storage import sparse_copy
 from mckpt.values.dtypes import itemsize
+from tests.helpers import tiny
 
 WORLD = 2
 
@@ -188,6 +190,41 @@ def test_a_part_that_all_receivers_hold_is_not_sent(
             assert any(part.at <= at < part.at + part.nbytes for part in same)
 
 
+@pytest.mark.parametrize("form", ["fp8", "mxfp8"])
+def test_what_a_rank_quantises_is_sent_as_codes(form: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    src = tiny.tiny_random("qwen3", tmp_path / "src", num_hidden_layers=2, **wide)
+    mckpt.convert(src, tmp_path / "dist")
+    live = model(tmp_path, parts(tmp_path / "dist"), src)
+    made = buckets.plan(live, TargetOptions("hf", quantize=form), None, None, False, WORLD, 0)
+    plain = buckets.plan(live, TargetOptions("hf"), None, None, False, WORLD, 0)
+    (bucket,), (whole,) = made.listed, plain.listed
+    names = [tensor.name for tensor in bucket.tensors]
+    scheme = WRITTEN[form]
+    coded = [names[one.codes.number] for one in bucket.coded]
+    assert all(
+        names[one.scales.number] == f"{name}{scheme.scales}"
+        for one, name in zip(bucket.coded, coded, strict=True)
+    )
+    assert coded.count("model.layers.0.mlp.down_proj.weight") == WORLD
+    later = [tensor.name for tensor in bucket.tensors if tensor.quantised]
+    assert {name.split(".")[-2] for name in later} == {"q_proj", "k_proj", "v_proj"}  # held by all
+    count = sum(int(np.prod(t.shape)) for t in bucket.tensors if t.name in coded)
+    scales = sum(
+        int(np.prod(t.shape)) * itemsize(t.dtype)
+        for t in bucket.tensors
+        if t.name.removesuffix(scheme.scales) in set(coded) - {t.name}
+    )
+    saved = whole.nbytes - bucket.nbytes
+    assert abs(saved - (count - scales)) <= 6 * buckets.ALIGN * WORLD
+    ends = sorted(
+        (part.at, part.at + int(np.prod(part.shape)) * itemsize(bucket.tensors[part.number].dtype))
+        for one in bucket.coded
+        for part in (one.codes, one.scales)
+    )
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
+
+
 def test_views_at_even_distances_are_one_run() -> None:
     shape, strides = (2, 3), (3, 1)
     starts = [0, 10, 20, 5, 15, 40]
@@ -214,8 +251,8 @@ def test_two_buckets_fit_although_one_tensor_fills_a_bucket() -> None:
     other buckets a buffer of its size: a second one could not be on its way beside them.
     """
     most = 1000
-    embedding = Steps(990, 0, [], [], [], {})
-    layers = [Steps(500 - i, 400 + i, [], [], [], {}) for i in range(5)]
+    embedding = Steps(990, 0, 0, [], [], [], [], [], {})
+    layers = [Steps(500 - i, 400 + i, 0, [], [], [], [], [], {}) for i in range(5)]
     found = even_rooms([embedding, *layers, embedding], most)
     assert found[0] == embedding and found[-1] == embedding
     assert {(s.buffer, s.made) for s in found[1:-1]} == {(500, 404)}
