@@ -65,7 +65,7 @@ def main() -> None:
     run.add_argument("--threads", type=int, default=0)
     run.add_argument("--max-memory", default="512MiB")
     run.add_argument("--peer", action="store_true")
-    run.add_argument("--quantize", choices=("fp8", "mxfp8"))
+    run.add_argument("--quantize", choices=("fp8", "mxfp8", "nvfp4"))
     run.add_argument("--save", type=Path, metavar="DIR")
     run.add_argument("--delta", choices=("host", "device"))
     run.add_argument("--direct", type=int, metavar="ENGINE_TP")

@@ -718,10 +718,8 @@ class SyncOptions(Table, frozen=True):
         "The most bytes that are sent at once, and that one tensor has.", read=_bytes
     )
     dtype: str | None = LIVE("Cast every tensor.", choices=("bf16", "fp16", "fp32"), read=_as_given)
-    quantize: Literal["fp8", "mxfp8"] | None = LIVE(
-        "Quantise the weights of linear layers.",
-        must="'fp8' or 'mxfp8'. A scale of nvfp4 depends on several weights, which come at"
-        " different times: save the model, and convert it with --quantize nvfp4",
+    quantize: Literal["fp8", "mxfp8", "nvfp4"] | None = LIVE(
+        "Quantise the weights of linear layers."
     )
     slices: bool = LIVE("Yield a Slice for each tensor, so that a larger one has several.", False)
     adapter: Literal["merged", "only", "none"] = _LIVE_ADAPTER

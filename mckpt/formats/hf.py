@@ -207,14 +207,13 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
                 np.array([index_of.get((r, i, n), 0) for i in range(len(layers))])
                 for n in (SCALES, WHOLE)
             )
-            list_of = schema().quantised[plain(b.rule.of[0])]
             scales = target_scales(
                 scheme,
                 (shape[0], shape[1]),
                 placed.at[index],
                 (placed.file[scales_at], placed.at[scales_at]),
                 (placed.file[whole_at], placed.at[whole_at]),
-                (list_of << INSTANCE) + (layers.astype("i8") << INSTANCE // 2) + experts,
+                peers_of(b),
             )
         nbytes = math.prod(shape) * dtypes.itemsize(dtype)
         stored.append(
@@ -248,6 +247,16 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
         )
     shapes = {**shapes_of(bound, scope), **carried.shapes(stored)}
     return Layout(placed.names, stored, shapes), outputs
+
+
+def peers_of(b: Bound) -> np.ndarray:
+    """Returns a number for each weight of a rule. The weights of all rules that have one number
+    have one scale of the whole weight.
+    """
+    layers, experts = b.instances()
+    list_of = schema().quantised[plain(b.rule.of[0])]
+    found: np.ndarray = (list_of << INSTANCE) + (layers.astype("i8") << INSTANCE // 2) + experts
+    return found
 
 
 def _quantised(form: Scheme, row: Row) -> list[Row]:

@@ -30,7 +30,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.to_hf import export_of
 from mckpt.errors import UsageError
 from mckpt.formats.base import dtypes_of
-from mckpt.formats.hf import HuggingFaceRequest, quantises
+from mckpt.formats.hf import HuggingFaceRequest, peers_of, quantises
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.box import Layout, Stored, clip
@@ -46,7 +46,6 @@ FILE = 44  # bits of a byte's place in a file of 16 TiB
 BUCKET = 1 << 30  # bytes of a bucket by default; it grows to the size of the largest tensor
 ALIGN = 16  # bytes; each segment begins at a multiple of this
 OWN = -1  # in the place of a rank: each receiver holds the elements itself
-CODES = "float8_e4m3fn"  # the dtype of quantised elements
 UNEVEN = 1.25  # segments are padded to one size where a bucket grows by at most this factor
 
 # which tensors a rank receives: None for every rank, the number of the only one, or a function
@@ -73,13 +72,20 @@ class ExportedTensor(NamedTuple):
         return self.at & ((1 << FILE) - 1)
 
     def coded(self, scheme: Scheme) -> list[ExportedTensor]:
-        """Returns the codes and the scales of a matrix, as tensors."""
-        grids = [grid_of(shape, block_of(scheme)) for shape in (self.shape, self.whole)]
-        first = self.first // block_of(scheme)[0]
-        codes = self._replace(dtype=CODES, quantised=False)
-        name, kind = self.name + scheme.scales, scheme.dtypes[0]
-        scales = codes._replace(name=name, dtype=kind, shape=grids[0], first=first, whole=grids[1])
-        return [codes, scales]
+        """Returns the codes and the scales of a matrix, as tensors, and for its first rows the
+        scale of the whole matrix, if the form has one.
+        """
+        found = []
+        kinds = scheme.encoding.dtype, scheme.dtypes[0]
+        units = (1, scheme.encoding.per_byte), block_of(scheme)
+        for suffix, kind, unit in zip((scheme.codes, scheme.scales), kinds, units, strict=True):
+            shape, whole = grid_of(self.shape, unit), grid_of(self.whole, unit)
+            given = self.name + suffix, kind, shape, self.first // unit[0], whole
+            found.append(ExportedTensor(*given, self.at, False, self.start, self.to))
+        if scheme.whole and not self.first:
+            name = self.name + scheme.whole
+            found.append(found[0]._replace(name=name, dtype="float32", shape=(1,), whole=(1,)))
+        return found
 
 
 class Part(NamedTuple):
@@ -96,6 +102,7 @@ class Coded(NamedTuple):
 
     rank: int
     dtype: str  # of the matrix
+    shape: tuple[int, int]
     at: int  # its first byte where the rank packs the boxes that it quantises
     codes: Part
     scales: Part
@@ -108,7 +115,7 @@ class Coded(NamedTuple):
     @property
     def end(self) -> int:
         """Returns the byte behind its last one, where it is packed."""
-        return self.at + math.prod(self.codes.shape) * itemsize(self.dtype)
+        return self.at + math.prod(self.shape) * itemsize(self.dtype)
 
 
 class Bucket(NamedTuple):
@@ -152,6 +159,9 @@ class Buckets(NamedTuple):
     most: int  # bytes of a bucket
     transfers: Sequence[Transfer] = ()  # of boxes
     of_boxes: dict[tuple[int, int], int] = {}  # (sender, receiver) -> bytes of all transfers
+    # by the names of matrices that are quantised in a form with a scale of the whole: a number,
+    # which those have that share it
+    peers: Mapping[str, int] = {}
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
@@ -242,7 +252,14 @@ def plan(
     units = {b.rule.key: block for b in quantised}
     joined = join(model.layout, _cut(layout, units, most))
     buckets = list(_buckets(tensors, joined, model, most // 2, own, sent, turns, scheme))
-    return Buckets(config, joined, buckets, most)
+    peers = dict[str, int]()
+    if scheme and scheme.whole:
+        pairs = [
+            pair for b in quantised for pair in zip(b.keys(), peers_of(b).tolist(), strict=True)
+        ]
+        number = {peer: i for i, peer in enumerate(dict.fromkeys(peer for _, peer in pairs))}
+        peers = {name: number[peer] for name, peer in pairs}
+    return Buckets(config, joined, buckets, most, peers=peers)
 
 
 def _step(count: int, width: int, unit: int, most: int) -> int:
@@ -524,7 +541,7 @@ def _placed(
     needed: bytes of each segment, which grow.
     """
     parts = list[list[Part]]()
-    for more, unit in ((1, block_of(scheme)), (0, (1, 1))):
+    for more, unit in ((1, block_of(scheme)), (0, (1, scheme.encoding.per_byte))):
         parts.append([])
         for number, _, box in boxes:
             shape, at = grid_of(box.shape, unit), needed[box.rank]
@@ -533,7 +550,8 @@ def _placed(
         needed.update({one: _aligned(size) for one, size in needed.items()})
     found, packed = list[Coded](), dict.fromkeys(needed, 0)
     for (_, number, box), scales, codes in zip(boxes, *parts, strict=True):
-        found.append(Coded(box.rank, tensors[number].dtype, packed[box.rank], codes, scales))
+        dtype, at = tensors[number].dtype, packed[box.rank]
+        found.append(Coded(box.rank, dtype, box.shape, at, codes, scales))
         packed[box.rank] = _aligned(found[-1].end)
     return found
 

@@ -397,11 +397,10 @@ class Kept:
         sent = sync._send(sync._plan.listed[at], sync._steps[at])
         sync._tried(lambda: self._keep(at, digests))
         added = self._added(digests)
-        tensors = sync._received(sent)[0]
+        found = sync._received(sent)
         self.digests[at] = self._sum(added)
         # strict=False: a rank that does not receive the bucket has no tensors
-        rows = zip(sent.bucket.tensors, tensors, self.digests[at].tolist(), strict=False)
-        for tensor, whole, stated in rows:
+        for (tensor, whole), stated in zip(found, self.digests[at].tolist(), strict=False):
             yield _whole(tensor.name, whole, stated)
 
     def _keep(self, at: int, digests: torch.Tensor) -> None:

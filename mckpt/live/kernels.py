@@ -63,6 +63,54 @@ def quantise(  # type: ignore[no-untyped-def]  # a kernel may name no type but c
     tl.store(bad + matrix, 1, mask=is_bad == 1)
 
 
+@triton.jit
+def quantise_e2m1(  # type: ignore[no-untyped-def]
+    values,
+    whole,
+    codes,
+    scales,
+    bad,
+    blocks,
+    step,
+    code_step,
+    scale_step,
+    tiles,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Writes the codes and the scales of COUNT blocks of nvfp4 of one of several matrices, whose
+    `blocks` blocks follow each other; see `quantise`. whole: the scale of each whole matrix.
+    """
+    number = tl.program_id(0)
+    matrix = (number // tiles).to(tl.int64)
+    block = (number % tiles) * COUNT + tl.arange(0, COUNT)
+    inside = block < blocks
+    at = block.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    flat = tl.load(values + matrix * step + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    sizes = tl.abs(flat)
+    is_bad = tl.max(tl.max((sizes < float("inf")).to(tl.int32) ^ 1, axis=1), axis=0)
+    overall = tl.broadcast_to(tl.load(whole + matrix), (COUNT,))
+    most = tl.math.div_rn(tl.max(sizes, axis=1), tl.full((COUNT,), 6.0, tl.float32))
+    scale = tl.minimum(overall * most, LARGEST).to(tl.float8e4nv).to(tl.float32)
+    scale = tl.where(scale == 0, 0.125, scale)
+    divisor = tl.math.div_rn(scale, overall)
+    scaled = tl.math.div_rn(flat, tl.broadcast_to(divisor[:, None], (COUNT, WIDTH)))
+    sizes = tl.abs(scaled)
+    # the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, the even one of two
+    code = (sizes > 0.25).to(tl.int32) + (sizes >= 0.75).to(tl.int32)
+    code += (sizes > 1.25).to(tl.int32) + (sizes >= 1.75).to(tl.int32)
+    code += (sizes > 2.5).to(tl.int32) + (sizes >= 3.5).to(tl.int32)
+    code += (sizes > 5.0).to(tl.int32) + 8 * (scaled < 0).to(tl.int32)
+    places = 1 + 15 * tl.arange(0, 2)  # of the first and the second code of a byte
+    pairs = tl.reshape(code, (COUNT, WIDTH // 2, 2)) * places[None, None, :]
+    to = block.to(tl.int64)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    packed = tl.sum(pairs, axis=2).to(tl.uint8)
+    tl.store(codes + matrix * code_step + to, packed, mask=inside[:, None])
+    tl.store(scales + matrix * scale_step + block, scale.to(tl.float8e4nv), mask=inside)
+    tl.store(bad + matrix, 1, mask=is_bad == 1)
+
+
 COLUMNS = tl.constexpr(6)  # of `live.changes.Blocks.rows`, in the order in which they are read
 BITS = tl.constexpr(2)  # of a word that are taken at once, whose loads do not wait for each other
 

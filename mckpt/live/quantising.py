@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from mckpt.formats.hf_encodings import Scheme
 from mckpt.live.devices import has_kernels
-from mckpt.values.quantisation import LARGEST
+from mckpt.values.quantisation import E2M1, LARGEST, LARGEST_E2M1
 
 if TYPE_CHECKING:
     import torch
@@ -97,37 +98,54 @@ def block_of(scheme: Scheme) -> tuple[int, int]:
     return height, width
 
 
-def quantised(
-    matrices: torch.Tensor, scheme: Scheme
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the codes [n, rows, columns] and the scales [n, down, along] of n matrices, whose
-    rows are dense, and the flags of `quantise`.
+def overall_scales(largest: torch.Tensor) -> torch.Tensor:
+    """Returns the scales of whole weights of nvfp4, as `execute.quantising.overall_scale`.
+
+    largest: the largest absolute value of each, in float32.
     """
     import torch
 
-    count, *shape = matrices.shape
-    grid, device = grid_of(tuple(shape), block_of(scheme)), matrices.device
-    codes = torch.empty(count, *shape, dtype=torch.float8_e4m3fn, device=device)
+    scales = LARGEST * LARGEST_E2M1 * torch.reciprocal(largest)
+    return torch.where(scales.isfinite(), scales, torch.ones_like(scales))
+
+
+def quantised(
+    matrices: torch.Tensor, scheme: Scheme, overall: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the codes and the scales of n matrices, and the flags; see `quantise`."""
+    import torch
+
+    count, rows, columns = matrices.shape
+    grid, device = grid_of((rows, columns), block_of(scheme)), matrices.device
+    kind, stored = getattr(torch, scheme.encoding.dtype), columns // scheme.encoding.per_byte
+    codes = torch.empty(count, rows, stored, dtype=kind, device=device)
     scales = torch.empty(count, *grid, dtype=getattr(torch, scheme.dtypes[0]), device=device)
-    return codes, scales, quantise(matrices, codes, scales, block_of(scheme))
+    return codes, scales, quantise(matrices, codes, scales, block_of(scheme), overall)
 
 
 def quantise(
-    matrices: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
+    matrices: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    overall: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Fills the codes [n, rows, columns] and the scales [n, down, along] of n matrices. Each
     matrix, and its codes and scales, is dense. Returns for each a flag that is not 0 if a value is
     not finite.
+
+    overall: of nvfp4, the scale [n, 1] of each whole matrix. Its codes are [n, rows, columns / 2].
     """
     import torch
 
     device = matrices.device
     bad = torch.zeros(len(matrices), dtype=torch.int32, device=device)
     if has_kernels(device, (8, 9)):  # which can round to float8 itself
-        _in_one_kernel(matrices, codes, scales, bad, block)
-    else:
-        for values, code, scale, flag in zip(matrices, codes, scales, bad, strict=True):
-            _by_bands(values, code, scale, flag, block)
+        _in_one_kernel(matrices, codes, scales, bad, block, overall)
+        return bad
+    wholes = [None] * len(bad) if overall is None else overall
+    for values, code, scale, flag, whole in zip(matrices, codes, scales, bad, wholes, strict=True):
+        _by_bands(values, code, scale, flag, block, whole)
     return bad
 
 
@@ -137,13 +155,20 @@ def _in_one_kernel(
     scales: torch.Tensor,
     bad: torch.Tensor,
     block: tuple[int, int],
+    overall: torch.Tensor | None,
 ) -> None:
     from mckpt.live import kernels
 
-    (count, rows, columns), (_, down, along) = codes.shape, scales.shape
+    (count, rows, columns), (_, down, along) = matrices.shape, scales.shape
     several = max(TILE // math.prod(block), 1)
     tiles = -(-along // several)
     steps = matrices.stride(0), codes.stride(0), scales.stride(0)
+    if overall is not None:
+        tiles = -(-down * along // several)
+        tensors = matrices, overall, codes, scales, bad
+        constants = float(LARGEST), block[1], several
+        kernels.quantise_e2m1[(count * tiles,)](*tensors, down * along, *steps, tiles, *constants)
+        return
     sizes = rows, columns, *steps, down, along, tiles
     powers = scales.element_size() == 1
     given = matrices, codes, scales, bad, *sizes, float(LARGEST), *block, several, powers
@@ -157,13 +182,15 @@ def _by_bands(
     scales: torch.Tensor,
     bad: torch.Tensor,
     block: tuple[int, int],
+    overall: torch.Tensor | None,
 ) -> None:
     """Quantises one matrix with the functions of torch."""
     import torch
 
     (rows, columns), along = values.shape, scales.shape[1]
     # CUDA divides by a number of Python as it multiplies by its reciprocal, which rounds twice
-    largest = torch.full((), LARGEST, dtype=torch.float32, device=values.device)
+    top = LARGEST if overall is None else LARGEST_E2M1
+    largest = torch.full((), top, dtype=torch.float32, device=values.device)
     for first in range(0, rows, BAND):
         band = values[first : first + BAND].float()
         count = len(band)
@@ -172,6 +199,13 @@ def _by_bands(
         blocks = wide.view(-1, block[0], along, block[1])
         most = blocks.abs().amax((1, 3))
         bad |= ~most.isfinite().all()
+        if overall is not None:
+            scale = (overall * (most / largest)).clamp_(max=LARGEST).to(scales.dtype)
+            scale = torch.where(scale.float() == 0, torch.full_like(scale, 0.125), scale)
+            blocks /= (scale.float() / overall)[:, None, :, None]
+            codes[first : first + count] = _packed(wide[:count, :columns])
+            scales[first // block[0] : first // block[0] + len(scale)] = scale
+            continue
         if scales.dtype is torch.uint8:
             powers = (((most.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp_(0)
             scale = powers.to(torch.uint8)
@@ -183,3 +217,14 @@ def _by_bands(
         wide.clamp_(-LARGEST, LARGEST)
         codes[first : first + count] = wide[:count, :columns].to(torch.float8_e4m3fn)
         scales[first // block[0] : first // block[0] + len(scale)] = scale
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of E2M1 of values [m, n], two in a byte: the nearest numbers, the one with
+    an even code of two.
+    """
+    sizes, codes = values.abs(), 8 * (values < 0).byte()
+    for code, pair in enumerate(pairwise(E2M1)):
+        middle = sum(pair) / 2
+        codes += sizes >= middle if code % 2 else sizes > middle
+    return codes[:, ::2] | codes[:, 1::2] << 4

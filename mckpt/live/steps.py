@@ -157,9 +157,10 @@ def steps_of(
     for one in bucket.coded:
         for index, part in enumerate((one.codes, one.scales), known):
             copies.append(_row_of(part, bucket.tensors[part.number], one.rank, index))
-    kinds = ["uint8"]  # of the codes, because torch copies few tensors of float8 at once
-    kinds += [bucket.tensors[one.scales.number].dtype for one in bucket.coded[:1]]
-    casts = [*casts, *(Cast(kind, kind) for kind in kinds)]
+    for part in bucket.coded[0][-2:] if bucket.coded else ():
+        kind = bucket.tensors[part.number].dtype
+        # torch copies few tensors of float8 at once
+        casts = [*casts, Cast("uint8", "uint8") if itemsize(kind) == 1 else Cast(kind, kind)]
     parts: list[list[_CopyRow]] = [[] for _ in bucket.tensors]
     for copy in copies if receives else ():
         parts[copy.number].append(copy)
@@ -254,7 +255,8 @@ def _codings(listed: Iterable[Coded], tensors: Sequence[ExportedTensor]) -> list
         parts = one.codes, one.scales
         places = (part.at // itemsize(tensors[part.number].dtype) for part in parts)
         row = one.codes.number, one.at // itemsize(one.dtype), *places
-        of_shape = found.setdefault((one.dtype, *(part.shape for part in parts)), [[]])
+        shapes = one.shape, *(part.shape for part in parts)
+        of_shape = found.setdefault((one.dtype, *shapes), [[]])
         last = of_shape[-1]
         by = [
             tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise([*last[-2:], row])
@@ -263,10 +265,10 @@ def _codings(listed: Iterable[Coded], tensors: Sequence[ExportedTensor]) -> list
             of_shape.append([])
         of_shape[-1].append(row)
     codings = []
-    for (dtype, shape, grid), stretches in found.items():
+    for (dtype, *of_parts), stretches in found.items():
         for rows in stretches:
             numbers, *starts = zip(*rows, strict=True)
-            given = zip((shape, shape, grid), starts, strict=True)
+            given = zip(of_parts, starts, strict=True)
             views = [
                 [(n, size, row_major(size), at) for n, at in zip(numbers, of, strict=True)]
                 for size, of in given

@@ -27,6 +27,7 @@ from mckpt.live.flat import FlatBucket, flat_bucket, refuse_align
 from mckpt.live.meeting import Meeting
 from mckpt.live.memory import Memory
 from mckpt.live.model import Described, collected, release, stated
+from mckpt.live.overall import Overall
 from mckpt.live.quantising import block_of, quantise, quantised
 from mckpt.live.settings import refuse_other_settings
 from mckpt.live.steps import LiveMove, Moves, SentBucket, Steps, ViewRun, even_rooms, steps_of
@@ -92,7 +93,7 @@ class Sync:
         *,
         bucket_bytes: int | str | None = None,
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-        quantize: Literal["fp8", "mxfp8"] | None = None,
+        quantize: Literal["fp8", "mxfp8", "nvfp4"] | None = None,
         to: To | Mapping[int, Boxes] = None,
         group: Any = None,
         slices: bool = False,
@@ -109,7 +110,8 @@ class Sync:
         bucket_bytes: the most bytes that are sent at once, and that one tensor has. Without it 1
             GiB, or as many as the largest tensor has.
         dtype: of all tensors; without it, each has that of the parameter.
-        quantize: "fp8" or "mxfp8" gives the weights of linear layers as codes, and their scales.
+        quantize: "fp8", "mxfp8" or "nvfp4" gives the weights of linear layers as codes, and their
+            scales.
         to: the ranks that receive the tensors: None for all, the number of one rank, or a function
             that returns the names for a rank, which must return the same on all ranks. Or the
             boxes that ranks hold: rank -> name -> boxes, as (start, stop) along each axis. Each
@@ -244,6 +246,9 @@ class Sync:
     def _adopt(self, made: Buckets, device: torch.device, quantises: bool = False) -> None:
         """Prepares the work of this rank for a plan."""
         self._plan, self._device = made, device
+        self._overall: Overall | None = None
+        if made.peers and self.scheme is not None and self.memory is not None:
+            self._overall = Overall(made, self.rank, self.memory, self.scheme)
         self._said: dict[str, Any] = {}  # of the call, which must be equal on all ranks
         # flags that are not 0 for values that were infinite, and the numbers of their tensors
         self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
@@ -505,6 +510,10 @@ class Sync:
             factors._refused = self._refused
             failed = refusal_of(lambda: self._products.take(factors._given()))
             self._refused = self._refused or failed
+        if (overall := self._overall) is not None:
+            overall.begin()
+            self._tried(overall.measure)
+            overall.agree()
 
     @property
     def _is_direct(self) -> bool:
@@ -562,7 +571,8 @@ class Sync:
                 run.views(memory.view(getattr(torch, kind)))
                 for run, memory, kind in zip(places, (packed, buffer, buffer), kinds, strict=True)
             )
-            bad = quantise(values, codes, scales, block_of(self.scheme))
+            overall = self._scales(bucket, numbers)
+            bad = quantise(values, codes, scales, block_of(self.scheme), overall)
             self._bad.append((bucket.tensors, numbers, bad))
 
     def _filled(self, nbytes: int, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
@@ -705,35 +715,24 @@ class Sync:
         """Waits for a bucket, and yields its tensors if this rank receives them: the codes and the
         scales of those that are quantised.
         """
-        found, scales = self._received(sent)
-        listed, scheme, has_boxes = sent.bucket.tensors, self.scheme, sent.bucket.sent is not None
+        found, has_boxes = self._received(sent), sent.bucket.sent is not None
         del sent  # the memory of a bucket whose tensors have been made
-        # strict=False: a rank that does not receive the bucket has no tensors
-        for number, (tensor, whole) in enumerate(zip(listed, found, strict=False)):
+        for tensor, values in found:
             if has_boxes:
-                yield Shard(tensor.name, bounds_of(Box(tensor.start, tensor.shape)), whole)
-                continue
-            if not self.slices:
-                yield tensor.name, whole
-                if scheme is not None and number in scales:
-                    yield tensor.name + scheme.scales, scales[number]
-                continue
-            yield Slice(tensor.name, whole, tensor.first, tensor.whole)
-            if scheme is not None and number in scales:
-                grid = scheme.grids((tensor.whole[0], tensor.whole[1]))[0]
-                first = tensor.first // (scheme.block[0] or 1)
-                yield Slice(tensor.name + scheme.scales, scales[number], first, grid)
+                yield Shard(tensor.name, bounds_of(Box(tensor.start, tensor.shape)), values)
+            elif self.slices:
+                yield Slice(tensor.name, values, tensor.first, tensor.whole)
+            else:
+                yield tensor.name, values
 
-    def _received(self, sent: SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-        """Waits for a bucket, and returns its tensors, none if this rank does not receive them; and
-        by their numbers the scales of those that are quantised.
-        """
+    def _received(self, sent: SentBucket) -> list[tuple[ExportedTensor, torch.Tensor]]:
+        """Waits for a bucket, and returns its tensors, none if this rank does not receive them."""
         sent.wait()
         found = self._tried(lambda: self._made(sent))
         self._refuse_lost(sent)  # only now, so that a device has its work while this waits
-        return found[0] if found else ([], {})
+        return found[0] if found else []
 
-    def _made(self, sent: SentBucket) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    def _made(self, sent: SentBucket) -> list[tuple[ExportedTensor, torch.Tensor]]:
         import torch
 
         bucket, steps = sent.bucket, sent.steps
@@ -741,17 +740,37 @@ class Sync:
         self._copy(steps.own, bucket, made)
         self._copy(steps.receive, bucket, made, sent.buffer)
         tensors: dict[int, torch.Tensor] = {}
-        scales: dict[int, torch.Tensor] = {}
+        coded: dict[int, tuple[torch.Tensor, ...]] = {}
         for (is_made, dtype, is_quantised), listed in steps.tensors.items():
             memory = (made if is_made else sent.buffer).view(getattr(torch, dtype))
             for run in listed:
                 values = run.views(memory)
                 if self.scheme is not None and is_quantised:
-                    values, grids, bad = quantised(values, self.scheme)
-                    scales.update(zip(run.numbers, grids.unbind(0), strict=True))
+                    overall = self._scales(bucket, run.numbers)
+                    *pair, bad = quantised(values, self.scheme, overall)
+                    pair += [] if overall is None else [overall]
+                    coded.update(zip(run.numbers, zip(*pair, strict=True), strict=True))
                     self._bad.append((bucket.tensors, run.numbers, bad))
-                tensors.update(zip(run.numbers, values.unbind(0), strict=True))
-        return [tensors[number] for number in range(len(tensors))], scales
+                else:
+                    tensors.update(zip(run.numbers, values.unbind(0), strict=True))
+        if self._overall is not None:
+            own = [n for n in tensors if self._overall.is_scale(bucket.tensors[n].name)]
+            self._overall.write(bucket, own, [tensors[n] for n in own])
+        out = list[tuple[ExportedTensor, torch.Tensor]]()
+        for number in range(len(tensors) + len(coded)):
+            tensor = bucket.tensors[number]
+            if number in coded and self.scheme is not None:
+                # strict=False: of several slices, the first one has the scale of the whole
+                out += zip(tensor.coded(self.scheme), coded[number], strict=False)
+            else:
+                out.append((tensor, tensors[number]))
+        return out
+
+    def _scales(self, bucket: Bucket, numbers: list[int]) -> torch.Tensor | None:
+        """Returns the scales [n, 1] of whole matrices, by the numbers of tensors of a bucket; None
+        if the form has none.
+        """
+        return None if self._overall is None else self._overall.of(bucket, numbers)
 
     def _refuse_lost(self, sent: SentBucket) -> list[int]:
         """Returns the sums of the numbers that were sent with a bucket. Raises the error of a rank

@@ -101,18 +101,22 @@ def quantised_alike() -> bool:
     import torch
 
     from mckpt.formats.hf_encodings import WRITTEN
-    from mckpt.live.quantising import quantised
+    from mckpt.live.quantising import overall_scales, quantised
 
     drawn, wrong = torch.Generator().manual_seed(0), []
-    for kind in ("fp8", "mxfp8"):
+    for kind in ("fp8", "mxfp8", "nvfp4"):
         for shape in ((1, 128, 128), (3, 130, 257), (2, 64, 96), (1, 1, 32), (2, 300, 4096)):
             values = torch.randn(shape, generator=drawn)
             values *= torch.exp(6 * torch.randn(shape, generator=drawn))  # of many sizes
             values[0, 0] = 0
             values[-1, -1, -1] = [1.0, float("nan"), float("inf")][shape[0] - 1]
-            values = values.bfloat16()
-            here = quantised(values, WRITTEN[kind])
-            there = [made.cpu() for made in quantised(values.cuda(), WRITTEN[kind])]
+            values, overall = values.bfloat16(), None
+            if kind == "nvfp4":
+                values = values[..., : max(shape[2] // 16, 1) * 16].contiguous()
+                overall = overall_scales(values.abs().float().amax((1, 2)))[:, None]
+            here = quantised(values, WRITTEN[kind], overall)
+            on_device = None if overall is None else overall.cuda()
+            there = [made.cpu() for made in quantised(values.cuda(), WRITTEN[kind], on_device)]
             # the codes of a matrix that is refused do not matter
             sound = here[2] == 0
             pairs = [(a[sound], b[sound]) for a, b in zip(here[:2], there[:2], strict=True)]
@@ -183,6 +187,7 @@ def case_of(work: Path, case: str, size: dict[str, int]) -> dict[str, Any]:
         ("fp8", {"quantize": "fp8"}, {"quantize": "fp8"}),
         ("bf16", {}, {"flat": 512, "bucket_bytes": "1MiB"}),
         ("fp8", {"quantize": "fp8"}, {"quantize": "fp8", "flat": 256}),
+        ("nvfp4", {"quantize": "nvfp4"}, {"quantize": "nvfp4", "flat": 256}),
     ):
         exported = work / name / case
         if not exported.exists():

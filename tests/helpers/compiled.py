@@ -61,6 +61,12 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             ("*u8", 1, 32, 64, True),
         )
     ),
+    (
+        kernels.quantise_e2m1,
+        {"values": "*bf16", "whole": "*fp32", "codes": "*u8", "scales": "*fp8e4nv", "bad": "*i32"}
+        | dict.fromkeys(("blocks", "step", "code_step", "scale_step", "tiles"), "i32"),
+        {"LARGEST": 448.0, "WIDTH": 16, "COUNT": 128},
+    ),
 ]
 
 

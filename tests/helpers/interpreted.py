@@ -19,6 +19,7 @@ import torch
 from mckpt.geometry.join import COPY
 from mckpt.live import changes, quantising
 from mckpt.live.buckets import Bucket, ExportedTensor
+from mckpt.values.quantisation import E2M1
 
 # rank, tensor, rows, run, first element in the tensor, pitch, step
 COPIES = [
@@ -123,6 +124,34 @@ def main() -> None:
     for block, dtype in (((128, 128), torch.float32), ((1, 32), torch.uint8)):
         expect_codes(block, dtype)
         print("alike")
+    expect_halves()
+    print("alike")
+
+
+def expect_halves() -> None:
+    """Quantises matrices to nvfp4 by the kernel and by torch. The scales are powers of two, because
+    the interpreter rounds to float8 in its own way; the codes are of any values, and of middles.
+    """
+    shape, drawn, found = (3, 20, 160), torch.Generator().manual_seed(0), []
+    matrices = torch.randint(-48, 49, shape, generator=drawn) / 8
+    matrices[0] += torch.rand(shape[1:], generator=drawn) / 16
+    matrices = matrices.clamp(-6, 6) * torch.tensor([0.25, 1, 64])[:, None, None]
+    matrices[..., ::16] = torch.tensor([1.5, 6, -384])[:, None, None]
+    matrices[1, 7, 9] = float("nan")
+    overall = torch.tensor([[64.0], [4], [0.25]])
+    for has in (True, False):
+        quantising.has_kernels = lambda *_: has  # type: ignore[assignment]  # noqa: B023
+        codes = torch.zeros(6000, dtype=torch.uint8).as_strided((3, 20, 80), (1700, 80, 1), 5)
+        scales = torch.zeros(900, dtype=torch.float8_e4m3fn).as_strided((3, 20, 10), (230, 10, 1))
+        bad = quantising.quantise(matrices, codes, scales, (1, 16), overall)
+        assert bad.tolist() == [0, 1, 0]
+        found.append([codes[::2].clone(), scales[::2].float()])
+    assert all(map(torch.equal, *found))
+    low, high = found[0][0] & 15, found[0][0] >> 4
+    sizes = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    values = torch.stack([sizes[low.long()], sizes[high.long()]], -1).reshape(2, 20, 160)
+    values *= found[0][1].repeat_interleave(16, 2) / overall[::2, :, None]
+    assert ((values - matrices[::2]).abs() <= torch.tensor([0.25, 64])[:, None, None]).all()
 
 
 def expect_codes(block: tuple[int, int], dtype: torch.dtype) -> None:

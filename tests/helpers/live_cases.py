@@ -704,7 +704,9 @@ def run_lora(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, An
         given = all_of(live.Sync(chunks, like=like, to=boxes))
         own = boxes.get(dist.get_rank(), {})
         wrong["boxes"] = on_any_rank(box_problems(given, own, read(saved / "merged")))
-    return {"wrong": wrong, "errors": adapter_faults(chunks, like), "refused": refused}
+    nvfp4 = "" if dora else refusal(lambda: live.Sync(chunks, like=like, quantize="nvfp4"))
+    errors = adapter_faults(chunks, like)
+    return {"wrong": wrong, "errors": errors, "refused": refused, "nvfp4": nvfp4}
 
 
 def adapter_faults(chunks: list[Any], like: str) -> list[list[str]]:

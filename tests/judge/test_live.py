@@ -232,12 +232,12 @@ def test_ranks_quantise_the_blocks_that_they_hold(
     experts = {"moe_intermediate_size": 128} if case in EXPERTS else {}
     source = tiny.tiny_random(case, work / f"wide-{case}", **WIDE, **experts)
     exports: list[list[Any]] = []
-    for form in ("fp8", "mxfp8"):
+    for form in ("fp8", "mxfp8", "nvfp4"):
         right = exported(source, work, form, quantize=form)
         for how in ({}, {"flat": 16}, {"to": 2, "slices": True}, {"bucket_bytes": "1MiB"}):
             exports.append([right, {"quantize": form, **how}])
     result = live(source, work, size, (source, {}), exports=exports, like=source)
-    assert len(result["exported"]) == 8
+    assert len(result["exported"]) == 12
     assert not any(result["exported"].values()), result["exported"]
 
 

@@ -94,6 +94,7 @@ def test_a_wrapped_model_goes_the_way_of_files(
     model, sizes, wrapped = CASES[case]
     result = ask(**live(tiny_model(model), tmp_path, sizes, wrapped))
     assert not any(result["wrong"].values()), result["wrong"]
+    assert "merge the adapters into the model first" in result["nvfp4"]
     expect_saved(tmp_path)
     (alpha, unknown), *others = result["errors"]
     assert "must have one alpha" in alpha

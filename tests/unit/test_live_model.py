@@ -190,8 +190,12 @@ def test_a_part_that_all_receivers_hold_is_not_sent(
             assert any(part.at <= at < part.at + part.nbytes for part in same)
 
 
-@pytest.mark.parametrize("form", ["fp8", "mxfp8"])
-def test_what_a_rank_quantises_is_sent_as_codes(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "bits", "unit"), [("fp8", 8, 128 * 128), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+)
+def test_what_a_rank_quantises_is_sent_as_codes(
+    form: str, bits: int, unit: int, tmp_path: Path
+) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     src = tiny.tiny_random("qwen3", tmp_path / "src", num_hidden_layers=2, **wide)
     mckpt.convert(src, tmp_path / "dist")
@@ -199,26 +203,21 @@ def test_what_a_rank_quantises_is_sent_as_codes(form: str, tmp_path: Path) -> No
     made = buckets.plan(live, TargetOptions("hf", quantize=form), None, None, False, WORLD, 0)
     plain = buckets.plan(live, TargetOptions("hf"), None, None, False, WORLD, 0)
     (bucket,), (whole,) = made.listed, plain.listed
-    names = [tensor.name for tensor in bucket.tensors]
-    scheme = WRITTEN[form]
-    coded = [names[one.codes.number] for one in bucket.coded]
-    assert all(
-        names[one.scales.number] == f"{name}{scheme.scales}"
-        for one, name in zip(bucket.coded, coded, strict=True)
-    )
-    assert coded.count("model.layers.0.mlp.down_proj.weight") == WORLD
-    later = [tensor.name for tensor in bucket.tensors if tensor.quantised]
-    assert {name.split(".")[-2] for name in later} == {"q_proj", "k_proj", "v_proj"}  # held by all
-    count = sum(int(np.prod(t.shape)) for t in bucket.tensors if t.name in coded)
-    scales = sum(
-        int(np.prod(t.shape)) * itemsize(t.dtype)
-        for t in bucket.tensors
-        if t.name.removesuffix(scheme.scales) in set(coded) - {t.name}
-    )
-    saved = whole.nbytes - bucket.nbytes
-    assert abs(saved - (count - scales)) <= 6 * buckets.ALIGN * WORLD
+    scheme, tensors, elements = WRITTEN[form], bucket.tensors, 0
+    for one in bucket.coded:
+        codes, scales = (tensors[part.number].name for part in (one.codes, one.scales))
+        name = codes.removesuffix(scheme.codes)
+        assert scales == name + scheme.scales
+        elements += int(np.prod(one.shape))
+    coded = {tensors[one.codes.number].name.removesuffix(scheme.codes) for one in bucket.coded}
+    assert elements == sum(int(np.prod(t.shape)) for t in whole.tensors if t.name in coded)
+    later = {tensor.name.split(".")[-2] for tensor in tensors if tensor.quantised}
+    assert later == {"q_proj", "k_proj", "v_proj"}  # which both ranks hold
+    width = itemsize(scheme.dtypes[0])
+    saved = elements * 2 - elements * bits // 8 - elements // unit * width
+    assert abs(whole.nbytes - bucket.nbytes - saved) <= 6 * buckets.ALIGN * WORLD
     ends = sorted(
-        (part.at, part.at + int(np.prod(part.shape)) * itemsize(bucket.tensors[part.number].dtype))
+        (part.at, part.at + int(np.prod(part.shape)) * itemsize(tensors[part.number].dtype))
         for one in bucket.coded
         for part in (one.codes, one.scales)
     )
