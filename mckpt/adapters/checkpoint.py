@@ -13,7 +13,7 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.adapters import factors
-from mckpt.adapters.factors import INDEX, A, AdapterNames, B, name_of
+from mckpt.adapters.factors import INDEX, A, AdapterNames, B, is_factor, name_of
 from mckpt.adapters.fitting import Fit, fit
 from mckpt.adapters.peft import PeftAdapter, is_alpha, rules
 from mckpt.checkpoint import masters
@@ -395,7 +395,7 @@ def of_files(
     names = replace(names, there=names.found_in(stages), halved=_halved(files, names))
     every = factors.shared(files.opened.layout(names), names)
     held, weights = (
-        factors.kept(every, [name for name in every.shapes if (":" in name) == which])
+        factors.kept(every, [name for name in every.shapes if is_factor(name) == which])
         for which in (True, False)
     )
     number = _alpha(files, names, alpha, otherwise)

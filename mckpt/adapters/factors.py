@@ -30,6 +30,11 @@ def name_of(weight: str, side: str, rank: int) -> str:
     return f"{weight}:{side}.{rank}"
 
 
+def is_factor(name: str) -> bool:
+    """Returns whether a template names a factor of an adapter, or a state of one."""
+    return ":lora_" in name  # a template of weights whose shapes differ has a colon too (SHAPE)
+
+
 def parts_of(name: str) -> tuple[str, str, int]:
     """Returns the weight, the side (A, B or MAGNITUDE) and the rank of a factor, by its name or by
     that of a state of the optimizer: `FACTOR@STATE`.
@@ -131,19 +136,16 @@ class AdapterNames(Names):
         found: list[Module] = []
         sections: dict[str, list[Bound]] = {}
         for b in self.mapping.bind(self.scope()):
-            # a template has the number of its shape, where layers differ
-            if b.rule.alias or self.weights.isdisjoint((*b.rule.of, *map(plain, b.rule.of))):
-                continue
-            if b.rule.mtp and not self.mtp:
-                continue
             stem, dot, end = b.rule.key.rpartition(".weight")
-            if not dot:
-                continue
-            if b.rule.of_tower:
-                found += self._of_tower(b, stem)
+            if not dot or b.rule.alias or (b.rule.mtp and not self.mtp):
                 continue
             if end.startswith("."):  # one of several sections of a matrix
                 sections.setdefault(stem, []).append(b)
+                continue
+            if not self._adapts(b.rule.of):
+                continue
+            if b.rule.of_tower:
+                found += self._of_tower(b, stem)
                 continue
             if self.by_swift and b.rule.pack == "gated" and "expert" not in b.rule.indices:
                 found += self._by_rank(b, b.rule.of, stem)
@@ -151,12 +153,19 @@ class AdapterNames(Names):
                 found += self._modules(b, stem)
         for stem, several in sections.items():
             of = tuple(name for b in several for name in b.rule.of)
+            if not self._adapts(of):
+                continue
             one = self._by_rank(several[0], of, stem)
             if stem.endswith(tuple(rules()[self.program].get("sections", ()))) and not self.dora:
                 rows = tuple(b.rule for b in several)
                 one = (module._replace(by_rank=False, sections=rows) for module in one)
             found += one
         return found if self.there is None else [m for m in map(self._there, found) if m]
+
+    def _adapts(self, weights: Sequence[str]) -> bool:
+        """Returns whether one of these weights has an adapter."""
+        # a template has the number of its shape, where layers differ
+        return not self.weights.isdisjoint((*weights, *map(plain, weights)))
 
     def _of_tower(self, b: Bound, stem: str) -> Iterator[Module]:
         """Yields a module for each weight of a tower's key, which may have those of all layers.
@@ -482,7 +491,7 @@ def weights_in(layout: Layout) -> dict[Place, int]:
     """Returns the weights that the factors of a layout adapt, and the rank of each."""
     found: dict[Place, int] = {}
     for s in layout.stored:
-        for name in {p.tensor for p in s.pieces if ":" in p.tensor}:
+        for name in {p.tensor for p in s.pieces if is_factor(p.tensor)}:
             weight, _, rank = parts_of(name)
             for layer, expert in zip(s.layer.tolist(), s.expert.tolist(), strict=True):
                 found[weight, layer, expert] = rank

@@ -17,7 +17,7 @@ from msgspec import structs
 from mckpt import formats
 from mckpt.adapters import factors, placing
 from mckpt.adapters.checkpoint import AdapterCheckpoint, of_megatron
-from mckpt.adapters.factors import AdapterNames, Place
+from mckpt.adapters.factors import AdapterNames, Place, is_factor
 from mckpt.adapters.peft import (
     NOT_FINITE,
     PeftAdapter,
@@ -195,7 +195,9 @@ def form_adapters(
 def _kinds(source: AdapterCheckpoint, names: AdapterNames, asked: str | None) -> dict[str, str]:
     """Returns the dtype of each factor of a new checkpoint. asked: that of the user."""
     dtype = dtypes.parse(asked) if asked else _dtype(source.layout)
-    return dict.fromkeys((name for b in names.bound for name in b.rule.of if ":" in name), dtype)
+    return dict.fromkeys(
+        (name for b in names.bound for name in b.rule.of if is_factor(name)), dtype
+    )
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def _optimizer_entries(
 def _check_finite(source: AdapterCheckpoint) -> None:
     """Reads all factors. Raises SourceError with each that has a value which is not finite."""
     found = []
-    for name in (name for name in source if ":" in name):
+    for name in filter(is_factor, source):
         values = source[name].numpy()
         if not (finite := np.isfinite(values)).all():
             place = np.argwhere(~finite)[0].tolist()

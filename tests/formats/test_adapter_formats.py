@@ -46,6 +46,7 @@ from tests.helpers import adapters, lora, made_models, tiny
 from tests.helpers.commands import Pt, edit_json, good, refused, save_pt
 from tests.helpers.commands import mckpt as run
 from tests.helpers.tiny import FIXTURES, TinyModel, unpack
+from tests.unit import test_adapters
 
 QWEN3, ADAPTER = FIXTURES / "tiny-qwen3", FIXTURES / "tiny-qwen3-lora"
 # the case, the layout that its modules need, and the dialect in which Megatron-Bridge has the model
@@ -302,7 +303,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Returns a mixture of experts, and an adapter with factors of its own for every matrix."""
     work = tmp_path_factory.mktemp("experts")
     base = tiny.tiny_random("qwen3-moe", work / "base", num_hidden_layers=2, num_experts=4)
-    shapes = adapters.modules(base, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    shapes = adapters.modules(base, "q_proj", "k_proj", "v_proj", *MLP)
     made = adapters.factors(shapes, shared=False)
     return base, adapters.write(work / "adapter", made)
 
@@ -548,6 +549,24 @@ def test_an_adapter_is_written_beside_the_weights(layout: str, tmp_path: Path) -
     other = run("diff", tmp_path / "a", tmp_path / "b")
     assert (other.code, "adapters: alpha / rank" in other.out) == (1, True)
     assert mckpt.diff(tmp_path / "a", tmp_path / "b").changed[0].what == "alpha / rank"
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_an_adapter_beside_weights_whose_shapes_differ_by_layer(
+    format: str, tmp_path: Path
+) -> None:
+    base, adapter = test_adapters.made("llama_nemotron", tmp_path / "base"), tmp_path / "adapter"
+    weights = lora.tensors(base)
+    modules = lora.matrices(weights, ("norm", "embed", "lm_head"))
+    lora.save(adapter, lora.factors(weights, modules))
+    sizes = ("--format", format, "--tp", 2, "--layout", "block")
+    good("hf-to-megatron", base, tmp_path / "a", "--adapter", adapter, *sizes)
+    good("megatron-to-hf", tmp_path / "a", tmp_path / "b", "--merge")
+    merged, added = lora.tensors(tmp_path / "b"), dict.fromkeys(modules, 2.0)
+    test_adapters.expect_merged(base, tmp_path / "b", lora.tensors(adapter), added)
+    assert {merged[f"{module}.weight"].shape for module in modules} != {
+        weights[f"{modules[0]}.weight"].shape
+    }
 
 
 def test_a_merge_of_adapters_of_megatron_is_found_again(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ TRIPS = [
         f"llama_nemotron lora all > torch --layout {layout} {TP2} > torch_dist {TP4} --pp 1"
         for layout in ("canonical", "block")
     ),
+    # some of the linears that in_proj of a gated delta net packs
+    *(
+        f"{base} lora {ends} > torch_dist --layout block --tp 2 > torch --tp 1"
+        for base, ends in (("qwen3_5", "in_proj_a"), ("qwen3_next", "in_proj_qkvz"))
+    ),
     # an output layer whose rows are padded
     *(
         f"qwen2_moe lora lm_head > {format} --layout fused --tp {tp}"

@@ -100,6 +100,7 @@ WRITTEN: dict[str, tuple[str, tuple[str, ...], str, dict[str, int]]] = {
     "experts": ("qwen3-moe", (*ATTENTION, *MLP), "fused", {"tp": 2, "ep": 2}),
     "latent": ("deepseek-v3", (*LATENT, *MLP), "fused", {"ep": 2}),
     "linear attention": ("qwen3_5", (*LINEAR, *ATTENTION, *MLP), "fused", {}),
+    "parts of linear attention": ("qwen3_5", ("in_proj_qkv", "in_proj_a"), "block", {}),
     "mamba": ("nemotron_h", ("in_proj", "down_proj"), "fused", {"tp": 2}),
     "some layers": ("qwen3", ("1.mlp.down_proj", "2.self_attn.o_proj"), "fused", {"pp": 2}),
     "some modules": (
