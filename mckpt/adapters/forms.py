@@ -25,7 +25,7 @@ from mckpt.adapters.peft import (
     open_adapter,
     rules,
 )
-from mckpt.adapters.peft_writing import PEFT, AdaptedWeight, config, lay_out
+from mckpt.adapters.peft_writing import PEFT, AdaptedWeight, config, lay_out, loaded_names
 from mckpt.checkpoint.checkpoint import Addition, Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
@@ -407,8 +407,10 @@ class PeftForm(NamedTuple):
     remarks: list[str]
 
 
-def peft_form(source: AdapterCheckpoint) -> PeftForm:
+def peft_form(source: AdapterCheckpoint, loaded: bool = False) -> PeftForm:
     """Returns the description of a directory of PEFT, made of headers alone.
+
+    loaded: its names are those under which PEFT loads it, not those of the base's files.
 
     Raises UsageError if the names of the model's weights in Hugging Face are not known.
     """
@@ -419,8 +421,10 @@ def peft_form(source: AdapterCheckpoint) -> PeftForm:
             " Hugging Face are not known; give --like HF_DIR"
         )
     form = {"form": NESTED} if NESTED in family.forms else {}
-    names = Names(family, source.dims, form, Parallel())
     places = factors.weights_in(source.layout)
+    names = Names(family, source.dims, form, Parallel())
+    if loaded:
+        names = loaded_names(names, places.keys())
     dora = placing.has_magnitudes(source)
     named = source.named.mapping.tower if source.named else {}
     towers = {carried.key_of(name): shape for name, shape in named.items()}
@@ -469,7 +473,7 @@ def form_peft(source: AdapterCheckpoint, at: At, target: TargetOptions, look: bo
 
     Raises UsageError for linears of which PEFT loads no adapter.
     """
-    form = _form_peft(source, at, target, look)
+    form = _form_peft(source, at, target, look, loaded=True)
     family = form.names.mapping.name
     never = tuple(f".{name}.weight" for name in rules()["peft"]["never"].get(family, ()))
     keys = {s.key.partition(":")[0] for s in form.layout.stored}
@@ -482,9 +486,15 @@ def form_peft(source: AdapterCheckpoint, at: At, target: TargetOptions, look: bo
     return form
 
 
-def _form_peft(source: AdapterCheckpoint, at: At, target: TargetOptions, look: bool = True) -> Form:
-    """Returns the same for a directory that mckpt alone reads."""
-    form = peft_form(source)
+def _form_peft(
+    source: AdapterCheckpoint,
+    at: At,
+    target: TargetOptions,
+    look: bool = True,
+    loaded: bool = False,
+) -> Form:
+    """Returns the same for a directory that mckpt alone reads, unless `loaded`."""
+    form = peft_form(source, loaded)
     destination = at(None, PEFT)
     if look:
         _check_finite(source)

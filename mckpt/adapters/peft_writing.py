@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mckpt.adapters.factors import A, B, Place, name_of
@@ -51,6 +52,24 @@ class Written(NamedTuple):
     layout: Layout
     outputs: list[TargetFile]
     adapted: list[AdaptedWeight]
+
+
+def loaded_names(names: Names, places: Set[Place]) -> Names:
+    """Returns the names under which PEFT loads the factors of these weights: those that
+    transformers has in memory. The factors of experts have the names of the files where PEFT itself
+    puts those of all experts together, which it does for all linears of all experts only.
+
+    names: those of the base as a Hugging Face directory.
+    """
+    apart: set[Place] = set()
+    for b in names.bound:
+        if "{expert}" in b.rule.key and b.rule.key.endswith(".weight") and not b.rule.mtp:
+            layers, experts = (column.tolist() for column in b.instances())
+            apart.update((b.rule.of[0], *at) for at in zip(layers, experts, strict=True))
+    name, known = names.mapping.name, rules()["peft"]
+    whole = name in known["unconverted"] or not (apart and apart <= places)
+    whole &= name not in known["modules"]
+    return replace(names, mapping=in_memory(names.mapping, experts=whole))
 
 
 def lay_out(
@@ -206,12 +225,14 @@ def config(
         _leaf(b.rule.key) for b in names.bound if "{expert}" in b.rule.key and not b.rule.alias
     }
     modules: set[str] = set()
-    parameters: set[str] = set()
+    parameters = _ends({one.key for one in found if one.stacked}, names)
     for one in found:
         if one.stacked:
-            parameters.add(".".join(one.key.split(".")[-3:]))
-        elif _leaf(one.key) in experts and "{expert}" not in one.bound.rule.key:
+            continue
+        if "{expert}" not in one.bound.rule.key and (
             # PEFT takes such a module for one of the experts, and then does not load it
+            _leaf(one.key) in experts or one.there[0] in rules()["peft"]["no_linears"]
+        ):
             parameters.add(one.key)
         else:
             modules.add(one.key)
@@ -268,7 +289,7 @@ def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def _pattern(key: str, parameters: Collection[str]) -> str:
+def _pattern(key: str, parameters: Set[str]) -> str:
     """Returns the regular expression by which PEFT finds the module of a weight, and those of the
     same weight in other layers and of other experts.
 
@@ -286,6 +307,22 @@ def _is_linear(key: str) -> bool:
 def _leaf(key: str) -> str:
     """Returns the last name of the module of a weight."""
     return key.split(".")[-2]
+
+
+def _ends(keys: set[str], names: Names) -> set[str]:
+    """Returns `target_parameters` for parameters of all experts: their ends, if all parameters of
+    the model with it are among them, else their paths.
+    """
+    every: dict[str, set[str]] = {}
+    for b in names.bound:
+        for key in b.keys() if b.axes(names.scope()) else ():
+            every.setdefault(_end(key), set()).add(key)
+    return {_end(key) if every[_end(key)] <= keys else key for key in keys}
+
+
+def _end(key: str) -> str:
+    """Returns the last names of a path, without the number of the layer."""
+    return ".".join(key.split(".")[-3:])
 
 
 def _exact(keys: set[str], experts: set[str], names: Names) -> set[str]:

@@ -34,14 +34,22 @@ def with_stacked_experts(family: MappingFile, keys: Collection[str]) -> MappingF
     return in_memory(family)
 
 
-def in_memory(family: MappingFile) -> MappingFile:
-    """Returns a family with the names that transformers has in memory."""
+def in_memory(family: MappingFile, experts: bool = True) -> MappingFile:
+    """Returns a family with the names that transformers has in memory.
+
+    experts: False: but for the tensors of one expert each.
+    """
     names, digest = _stacked()
     rules = list(family.rules)
-    for name, spec in names.items():
+    for name, spec in names.items() if experts else ():
         rules = _replaced(rules, name, tuple(spec["of"]), spec["pack"])
     for old, new in family.memory.items():
-        rules = [rule._replace(key=rule.key.replace(old, new)) for rule in rules]
+        rules = [
+            rule._replace(key=rule.key.replace(old, new))
+            if experts or _EXPERT not in rule.key
+            else rule
+            for rule in rules
+        ]
     return replace(family, digest=digest_of(family.digest + digest), rules=tuple(rules))
 
 

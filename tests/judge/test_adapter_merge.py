@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mckpt import mapping
 from mckpt.adapters.merging import merge
 from mckpt.adapters.peft import open_adapter, rules
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError
+from mckpt.mapping.nodes import FOLDER, parse
 from tests.helpers import adapters, made_models, tiny
 from tests.helpers.adapters import Arrays, embedding, factors, modules, stacked
 from tests.helpers.commands import good
@@ -279,6 +281,66 @@ def test_peft_loads_experts_of_another_rank(layout, tiny_model, tmp_path):
     model.save_pretrained(tmp_path / "wanted")
     found, wanted = (adapters.weights(tmp_path / name) for name in ("found", "wanted"))
     assert {key for key in found if not np.array_equal(found[key], wanted[key])} == set()
+
+
+# the names of the targets of an adapter; a directory of PEFT needs others than the base's files
+LOADED = [
+    ("qwen3-moe", ("experts.gate_up_proj",)),
+    ("mixtral", ("experts.gate_up_proj", "experts.down_proj", "gate.weight")),
+    ("qwen2_moe", ("experts.gate_up_proj", "experts.down_proj", "gate.weight")),
+    ("qwen3_5_moe", ("experts.gate_up_proj", "experts.down_proj", "gate.weight")),
+    ("gpt_oss", ("router.weight",)),
+    ("granitemoe", ("experts.gate_up_proj", "experts.down_proj", "router.weight")),
+    ("hy_v3", ("experts.down_proj", "gate.weight", "shared_experts.up_proj.weight")),
+    ("internvl_moe", ("experts.gate_up_proj", "experts.down_proj", "gate.weight")),
+    ("nemotron_h_moe", ("experts.up_proj", "experts.down_proj", "mixer.in_proj.weight")),
+    ("qwen3_5", ("linear_attn.in_proj_a.weight",)),
+    ("qwen3_next", ("linear_attn.in_proj_qkvz.weight",)),
+]
+
+
+@pytest.mark.parametrize(("case", "targets"), LOADED, ids=str)
+def test_peft_loads_all_factors_that_come_back_of_megatron(case, targets, tiny_model, tmp_path):
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = tiny_model(case, "float32")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=[], target_parameters=list(targets))
+    adapted = get_peft_model(tiny.load(base), config)
+    with torch.no_grad():
+        for name, factor in adapted.named_parameters():
+            if ".lora_" in name:
+                factor.copy_(torch.from_numpy(adapters.drawn(name, tuple(factor.shape))))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "wanted")
+    good("adapter", "to-megatron", tmp_path / "adapter", base, tmp_path / "megatron")
+    good("adapter", "to-hf", tmp_path / "megatron", tmp_path / "back", "--like", base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        loaded = PeftModel.from_pretrained(tiny.load(base), str(tmp_path / "back"))
+    loaded.merge_and_unload().save_pretrained(tmp_path / "loaded")
+    good("adapter", "merge", base, tmp_path / "back", tmp_path / "merged")
+    wanted, *found = (adapters.weights(tmp_path / d) for d in ("wanted", "loaded", "merged"))
+    for one in found:
+        assert [key for key in wanted if not np.array_equal(one[key], wanted[key])] == []
+
+
+def test_the_names_of_experts_that_peft_loads():
+    """The lists of adapters.yaml are those of PEFT and transformers."""
+    from peft.utils import transformers_weight_conversion as conversion
+    from transformers import CONFIG_MAPPING
+
+    known, patterns = rules()["peft"], conversion._MODEL_TO_CONVERSION_PATTERN
+    for name in mapping.names("hf"):
+        family = mapping.load("hf", name)
+        kind = parse(FOLDER / "hf" / f"{name}.yaml")[0].get("model_type")
+        apart = any("experts.{expert}." in rule.key and not rule.mtp for rule in family.rules)
+        if apart and kind is not None and kind != "mamba2":  # which has no experts
+            kinds = {patterns.get(kind), patterns.get(kind.removesuffix("_text"))}
+            converted = bool(kinds & conversion._MOE_TARGET_MODULE_MAPPING.keys())
+            assert (name in known["modules"]) == (kind not in CONFIG_MAPPING), name
+            if kind in CONFIG_MAPPING:
+                assert (name in known["unconverted"]) != converted, name
 
 
 def unsloth(model: Any) -> None:
