@@ -189,6 +189,15 @@ class _Fitting:
                 f"{ADAPTER[0]} also targets {counted(len(lost), 'module')} without factors in the"
                 f" adapter, such as {min(lost)}; there the weights of the base stay"
             )
+        alphas = {one.module: self.adapter.alphas(one.module) for one in self.adapted}
+        if unsure := [module for module, found in alphas.items() if len(found) > 1]:
+            listed = " and ".join(f"{alpha:g}" for alpha in alphas[unsure[0]])
+            notes.append(
+                f"several patterns of alpha_pattern match {counted(len(unsure), 'module')}, such as"
+                f" {unsure[0]} (alpha {listed}). The first counts, as in PEFT, which sorts the"
+                " patterns when it saves them: if they had another order in the training, write"
+                " one pattern for each module"
+            )
         older = [
             (one, scale)
             for one in self.adapted

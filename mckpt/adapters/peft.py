@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,14 +178,25 @@ class PeftAdapter:
         listed = self.config.get("target_parameters") or ()
         return any(f".{parameter}".endswith(f".{one}") for one in listed)
 
+    def alphas(self, module: str) -> list[Any]:
+        """Returns the values of alpha_pattern that may give a module its alpha: several if PEFT
+        sorted the patterns when it saved them, so that their order in the training is not known.
+        """
+        patterns: Mapping[str, Any] = self.config.get("alpha_pattern") or {}
+        found = list(dict.fromkeys(self._matching("alpha_pattern", module)))
+        return found if list(patterns) == sorted(patterns) else found[:1]
+
     def _by_pattern(self, name: str, module: str, default: Any) -> Any:
         """Returns the value of the first pattern that the end of a module's name matches."""
+        return next(self._matching(name, module), default)
+
+    def _matching(self, name: str, module: str) -> Iterator[Any]:
+        """Yields the value of each pattern that the end of a module's name matches."""
         patterns: Mapping[str, Any] = self.config.get(name) or {}
-        if self.lists(f"{module}.weight"):
+        if patterns and self.lists(f"{module}.weight"):
             module += ".weight"  # PEFT matches the path of such a parameter
         try:
-            matching = (value for key, value in patterns.items() if _of_key(key).match(module))
-            return next(matching, default)
+            yield from (value for key, value in patterns.items() if _of_key(key).match(module))
         except PatternError as e:
             raise SourceError(f"{self.path / ADAPTER[0]}: {name}: {e}") from None
 

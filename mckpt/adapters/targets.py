@@ -56,15 +56,17 @@ class Targets:
             modules = [path for path in paths if path.endswith(one)]
             if modules and saved.isdisjoint(modules):
                 lost.append(f"modules_to_save has {one!r}: {min(modules)}")
-        if not any(key.endswith(".bias") for key in whole):
-            trained = {"all": self.base, "lora_only": map(without_inside, self.adapter.modules)}
-            biases = [
-                f"{module}.bias"
-                for module in trained.get(config.get("bias", "none"), ())
-                if "bias" in self.base.get(module, ())
-            ]
-            if biases:
-                lost.append(f"bias is {config['bias']!r}: {min(biases)}")
+        trained = {"all": self.base, "lora_only": map(without_inside, self.adapter.modules)}
+        kind, some = config.get("bias", "none"), any(key.endswith(".bias") for key in whole)
+        biases = [
+            f"{module}.bias"
+            for module in trained.get(kind, ())
+            # the base has several names for a module, and the adapter one
+            if "bias" in self.base.get(module, ())
+            and not (some if kind == "all" else f"{module}.bias" in whole)
+        ]
+        if biases:
+            lost.append(f"bias is {kind!r}: {min(biases)}")
         if lost:
             raise SourceError.of(
                 f"{self.adapter.path}: lacks tensors that its {ADAPTER[0]} states to be trained:",

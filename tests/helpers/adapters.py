@@ -171,6 +171,8 @@ def merged(base: Path, adapter: Path) -> dict[str, np.ndarray]:
     if not any(key.startswith("model.language_model.") for key in result):
         # names that transformers 5 has in memory
         names = {"model.language_model.": "model.", "model.visual.": "visual."}
+        if any(key.startswith("backbone.") for key in result):
+            names = {"model.": "backbone."}
         for old, new in names.items():
             stored = {key.replace(old, new): array for key, array in stored.items()}
     count = 1 + max([int(found[1]) for key in result if (found := _EXPERT.search(key))], default=-1)

@@ -427,6 +427,38 @@ def test_whole_tensors_that_were_lost_are_refused(
     good(*args)
 
 
+def test_each_bias_that_lora_only_trained_must_be_there(tmp_path: Path) -> None:
+    base = made("qwen2_moe", tmp_path / "base")
+    weights = lora.tensors(base)
+    modules = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    stored = lora.factors(weights, modules)
+    stored[f"{modules[0]}.bias"] = weights[f"{modules[0]}.bias"]
+    adapter = lora.save(tmp_path / "lost", stored, bias="lora_only")
+    args = ("adapter", "merge", base, adapter, tmp_path / "out")
+    refused(3, f"bias is 'lora_only': {modules[1]}.bias", args=args)
+
+
+@pytest.mark.parametrize(
+    ("alphas", "said"),
+    [
+        # q_proj was first in the training, and PEFT writes sorted keys
+        ({"layers.0.*": 16, "q_proj": 8}, "layers.0.self_attn.q_proj (alpha 16 and 8)"),
+        ({"q_proj": 8, "layers.0.*": 16}, None),  # PEFT did not write this
+        ({"layers.0.*": 16, "layers.1.*": 8}, None),
+        ({"layers.0.*": 16, "q_proj": 16}, None),
+    ],
+)
+def test_patterns_whose_order_peft_changed_are_in_the_plan(
+    alphas: dict[str, int], said: str | None, tmp_path: Path
+) -> None:
+    modules = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    stored = lora.factors(lora.tensors(QWEN3), modules)
+    adapter = lora.save(tmp_path / "a", stored, exclude_modules=None, alpha_pattern=alphas)
+    err = good("adapter", "merge", QWEN3, adapter, tmp_path / "out").err
+    assert ("several patterns of alpha_pattern" in err) == (said is not None)
+    assert (said or "") in err
+
+
 def test_targets_without_factors_are_in_the_plan(tmp_path: Path) -> None:
     """PEFT warns of such keys when it loads the adapter."""
     modules = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
