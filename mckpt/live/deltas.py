@@ -148,26 +148,35 @@ class Kept:
 
     def given(self, of: Deltas) -> Generator[DeltaBucket, None, None]:
         sync, work = self.sync, self._work(of)
+        number = sync._calls + 1
         try:
-            yield from chain(work)  # which an exit does not close
+            yield from sync._newest(work, number)  # an exit does not close `work`
         except GeneratorExit:
+            if not sync._is_newest(number):
+                raise
             early = "a rank has stopped before it had all deltas; iterate to the end"
             sync._refused = sync._refused or MckptError(early)
             with suppress(MckptError):  # all ranks raise it
                 deque(work, 0)
             raise
         except MckptError as error:
-            with suppress(MckptError):
-                while self.sent:  # as in `Sync._given`
-                    self.sent.popitem()[1].wait()
+            if sync._is_newest(number):
+                self._take_messages()
             clear_frames(error.__traceback__)
             raise
         finally:
-            sync._free()
-            for of_call in (self.sent, self.changes, self.early):
-                of_call.clear()
-            if not self.valid:
-                self.forget()
+            if sync._is_newest(number):
+                sync._free()
+                for of_call in (self.sent, self.changes, self.early):
+                    of_call.clear()
+                if not self.valid:
+                    self.forget()
+
+    def _take_messages(self) -> None:
+        """Waits for what is on its way, as `Sync._given` does."""
+        with suppress(MckptError):
+            while self.sent:
+                self.sent.popitem()[1].wait()
 
     def forget(self) -> None:
         """Frees what a call that fails leaves on the device."""
@@ -179,6 +188,8 @@ class Kept:
     def _work(self, of: Deltas) -> Iterator[DeltaBucket]:
         sync = self.sync
         before: Iterator[DeltaBucket] = iter(())
+        self._take_messages()  # of a call that was left before its end
+        self.early.clear()
         replaced = of.asked.weights is not None
         sync.memory.complete(replaced)
         sync.memory.refresh()

@@ -252,7 +252,8 @@ class Sync:
         self._said: dict[str, Any] = {}  # of the call, which must be equal on all ranks
         # flags that are not 0 for values that were infinite, and the numbers of their tensors
         self._bad: list[tuple[list[ExportedTensor], list[int], torch.Tensor]] = []
-        self.version = 0  # the number of calls that came to their end
+        self._calls = 0  # the number of calls that have begun
+        self.version = 0  # and of those that came to their end
         # of the last of these: "version", "seconds", "buckets", and the bytes that this rank
         # "sent" and "received", for the log of a trainer
         self.last: dict[str, float] = {}
@@ -368,9 +369,9 @@ class Sync:
         Raises one error on all ranks before the first tensor if the weights of a rank are not as
         they were described, or not in memory; and at the end if a value was infinite in `dtype`, or
         could not be quantised. If a rank is lost, no rank yields the tensors of a bucket that has
-        not reached all of them.
+        not reached all of them. Raises UsageError where it goes on after another call has begun.
         """
-        memory = self.memory
+        memory, number = self.memory, self._calls + 1
         assert memory is not None
         replaced = asked.weights is not None
         # receivers in other processes learn of it as the ranks of the model do
@@ -385,7 +386,25 @@ class Sync:
             clear_frames(error.__traceback__)  # which hold buckets
             raise
         finally:
-            self._free()
+            if self._is_newest(number):
+                self._free()
+
+    def _is_newest(self, number: int) -> bool:
+        """Returns whether no other call has begun after that of a number."""
+        return self._calls <= number
+
+    def _newest(self, given: Iterator[T], number: int) -> Iterator[T]:
+        """Yields what a call gives. Raises UsageError once another call has begun, with which it
+        shares the copies of the weights and the messages.
+        """
+        for one in given:
+            yield one
+            del one  # whose memory the caller may have let go
+            if not self._is_newest(number):
+                raise UsageError(
+                    "another call of this Sync has begun before this one has come to its end;"
+                    " iterate each to its end, or make a second Sync"
+                )
 
     def _tried(self, work: Callable[[], T]) -> list[T]:
         """Does work of this rank alone, and returns its result; nothing if it fails, or if it has
@@ -432,6 +451,7 @@ class Sync:
         """Does the work of a call, with the weights where they are now or were kept."""
         flat = asked.flat
         self._begin()
+        number = self._calls
         if flat and self._flat[0] != flat:
             self._flat = flat, self._steps_of(flat)
         of_buckets = self._flat[1] if flat else self._steps
@@ -440,16 +460,16 @@ class Sync:
         try:
             for bucket, steps in zip(self._plan.listed, of_buckets, strict=True):
                 if sent and sent[0].steps.memory + steps.room > 2 * self._plan.most:
-                    yield from self._yielded(sent.pop(), flat)
+                    yield from self._newest(self._yielded(sent.pop(), flat), number)
                 sent.append(self._send(bucket, steps))
                 if len(sent) > 1:
-                    yield from self._yielded(sent.pop(0), flat)
+                    yield from self._newest(self._yielded(sent.pop(0), flat), number)
             if sent:
-                yield from self._yielded(sent.pop(), flat)
+                yield from self._newest(self._yielded(sent.pop(), flat), number)
             if asked.extra and self._receives:
-                yield from self._extra(asked.extra, flat)
+                yield from self._newest(self._extra(asked.extra, flat), number)
         except GeneratorExit:
-            if self._is_direct:
+            if self._is_direct and self._is_newest(number):
                 with suppress(MckptError):
                     self._stop(sent)
             raise
@@ -503,6 +523,9 @@ class Sync:
 
     def _begin(self) -> None:
         self._began = time.monotonic()
+        self._calls += 1
+        # a rank that has left a call before its end may begin another one while others go on
+        self._said |= {"calls": self._calls}
         # what a rank adds to the sum behind a bucket: 1, and above it what it states of the call
         self._token = 1 + ((zlib.crc32(repr(self._said).encode()) & 0x3FFFFF) << 20)
         self._counted = {"buckets": 0, "sent": 0, "received": 0}

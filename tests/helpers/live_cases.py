@@ -321,7 +321,16 @@ def delta_faults(chunks: list[Any], like: str) -> dict[str, Any]:
     def another_base() -> int:
         return version + (rank == 2)
 
-    for fault in (one_version, unfit, early, other_values, another_base, old):
+    def another() -> int:
+        nonlocal version
+        first = iter(sync())
+        next(first)
+        # which sends all tensors whole
+        version = live.apply_delta(engine, sync(), version)
+        deque(first, 0)
+        return version
+
+    for fault in (one_version, unfit, early, other_values, another_base, old, another):
         change(chunks, 0.1, len(errors))
         started, error = time.monotonic(), ""
         held, number = list(kept.held), sync.version
@@ -620,6 +629,17 @@ def hands(
     for _, value in load.weights(chunks):
         value.div_(2)
     wrong["snapshot"] = unlike(given, right)
+    first, apart = sync(), live.Sync(chunks, like=like, bucket_bytes="1MiB", snapshot=True)()
+    given = {name: tensor.clone() for name, tensor in (next(first), next(apart))}
+    for _, value in load.weights(chunks):
+        value.mul_(2)
+    doubled = {name: tensor * 2 for name, tensor in right.items()}
+    wrong["another call"] = unlike(on_the_host(sync()), doubled)
+    note("call goes on", lambda: list(first))
+    wrong["another Sync"] = unlike({**given, **on_the_host(apart)}, right)
+    for _, value in load.weights(chunks):
+        value.div_(2)
+    wrong["behind it"] = unlike(on_the_host(sync()), right)
     return {"errors": errors, "wrong": wrong}
 
 

@@ -55,6 +55,7 @@ def test_deltas_make_the_tensors_of_a_whole_sync(
         "unfit": "do not fit the plan; make the Sync again\nThis is the error of rank 1.",
         "early": "a rank has stopped before it had all deltas",
         "another_base": "the deltas build on version ",
+        "another": "another call of this Sync has begun before this one has come to its end",
         "old": "these are the deltas of version ",
     }
     for name, text in said.items():
