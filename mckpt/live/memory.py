@@ -178,7 +178,9 @@ class Memory:
         for number, (weight, form) in enumerate(zip(self.weights, self._forms, strict=False)):
             if number in self._kept:
                 continue
-            tensors[number] = tensor = getattr(weight.module, weight.attribute)
+            tensors[number] = tensor = getattr(weight.module, weight.attribute, None)
+            if tensor is None:
+                raise UsageError(f"{weight.name}: is no longer there; make the Sync again")
             _refuse_released(tensor, weight.name)
             if (found := _form(weight)) != form:
                 said = [
