@@ -399,7 +399,10 @@ class _Applying(DirectoryPublisher):
         """Yields the first byte of each block of a tensor, and the new bytes. Raises SourceError
         behind the last one if a digest is not that of the delta.
         """
-        first, name = self.chain[0], row.key
+        name = row.key
+        # the first version that states what the tensor was, unless one before it changes it
+        has = (one for one in self.chain if name in one.old or name in one.tensors)
+        first = next(has, self.chain[0])
         steps = [
             (Patch(one.tensors[name], one.encoding, row.nbytes), hasher(one.digest), one)
             for one in self.chain

@@ -173,6 +173,9 @@ def test_a_wrong_base_is_refused_with_the_name_of_a_tensor(published: Path, copi
     edit |= {name: array for name, array in right.items() if "norm" not in name}
     save_file(edit, other / "model.safetensors", metadata={"format": "pt"})
     refused(3, "layernorm.weight: is not the tensor on", args=("apply", other, copied, out))
+    # also where another program has made the first version
+    (copied / "weight_v000001" / "mckpt.json").unlink()
+    refused(3, "layernorm.weight: is not the tensor on", args=("apply", other, copied, out))
     # of a delta that another program has made
     for path in copied.glob("*/mckpt.json"):
         path.unlink()
