@@ -36,7 +36,7 @@ from mckpt.formats.hf_files import Row, tensors_of
 from mckpt.geometry.box import Layout, Stored, clip
 from mckpt.geometry.join import Joined, join
 from mckpt.live.model import RankParts, ranks_of
-from mckpt.live.quantising import MatrixBox, Rows, block_of, boxes_of, grid_of
+from mckpt.live.quantising import Rows, block_of, boxes_of, grid_of
 from mckpt.mapping import Bound
 from mckpt.options import TargetOptions
 from mckpt.storage.files import TargetFile
@@ -361,11 +361,11 @@ def _buckets(
     nbytes = copies["rows"] * copies["run"] * items
     receivers = [frozenset([OWN]) if sent else t.to for t in tensors]  # no rank is OWN
     rank, shift = _senders(copies, receivers, tensor, model, own)
-    columns = rank, shift, items
     order = np.lexsort((where, tensor))
     bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1])  # bytes of each tensor
-    coded = _coded(tensors, copies[order], rank[order], order, bounds, scheme) if scheme else {}
+    coded = _coded(tensors, copies, rank, order, bounds, scheme) if scheme else {}
+    found = _Sorted(tensors, copies, order, bounds, rank, shift, items, coded)
     sets: dict[tuple[frozenset[int], int, int], list[int]] = {}
     for number, one in enumerate(tensors):
         if one.to:
@@ -383,7 +383,7 @@ def _buckets(
             size += int(sums[number])
     rounds = zip_longest(*of_sets) if turns else of_sets
     for to, chosen in (one for listed in rounds for one in listed if one is not None):
-        yield _bucket(chosen, tensors, to, copies, order, bounds, columns, 2 * most, coded, scheme)
+        yield _bucket(chosen, to, found, 2 * most)
 
 
 def _senders(
@@ -430,6 +430,26 @@ def parts_of_copies(copies: np.ndarray, ranks: RankParts) -> np.ndarray:
     return found
 
 
+class _Sorted(NamedTuple):
+    """The copies of a plan, tensor by tensor."""
+
+    tensors: list[ExportedTensor]
+    copies: np.ndarray  # of COPY
+    order: np.ndarray  # the copies of tensor i are order[bounds[i] : bounds[i + 1]]
+    bounds: np.ndarray
+    rank: np.ndarray  # of each copy: the rank that sends its elements
+    shift: np.ndarray  # of each copy: as in `Bucket`
+    items: np.ndarray  # of each copy: the bytes of an element
+    # of the matrices that ranks quantise before they send them, by their numbers: the tensors that
+    # they become, and the boxes, whose parts have no places yet
+    coded: dict[int, tuple[list[ExportedTensor], list[_CodedBox]]]
+
+
+class _CodedBox(NamedTuple):
+    copies: list[int]  # which read its elements in their order
+    box: Coded
+
+
 def _coded(
     tensors: list[ExportedTensor],
     copies: np.ndarray,
@@ -437,17 +457,12 @@ def _coded(
     order: np.ndarray,
     bounds: np.ndarray,
     scheme: Scheme,
-) -> dict[int, list[MatrixBox]]:
-    """Returns the boxes of the matrices that ranks quantise before they send them, by the numbers
-    of the matrices.
-
-    copies, rank: in the order of the tensors and the places in them. order: their own numbers.
-    bounds: as for `_bucket`.
-    """
+) -> dict[int, tuple[list[ExportedTensor], list[_CodedBox]]]:
+    """Returns `_Sorted.coded`. The other arguments are those of `_Sorted`."""
     names = ("rows", "run", "dst_at", "dst_pitch", "dst_step")
-    columns = [copies[name].tolist() for name in names]
-    rows, ends = list(zip(order.tolist(), rank.tolist(), *columns, strict=True)), bounds.tolist()
-    found = {}
+    columns = [copies[name][order].tolist() for name in names]
+    rows = list(zip(order.tolist(), rank[order].tolist(), *columns, strict=True))
+    ends, found, block = bounds.tolist(), {}, block_of(scheme)
     for number, tensor in enumerate(tensors):
         if not tensor.quantised:
             continue
@@ -456,40 +471,40 @@ def _coded(
             at, pitch, step = places[0] - tensor.byte, *places[1:]
             elements = at // width, pitch // width, step // width
             held.setdefault(one, []).append(Rows(copy, count, run, *elements))
-        (height, columns_of), block = tensor.shape, block_of(scheme)
-        if OWN not in held and (boxes := boxes_of((height, columns_of), block, held)):
-            found[number] = boxes
+        shape = tensor.shape[0], tensor.shape[1]
+        if OWN in held or not (boxes := boxes_of(shape, block, held)):
+            continue
+        found[number] = tensor.coded(scheme), list[_CodedBox]()
+        for box in boxes:
+            units = (1, scheme.encoding.per_byte), block
+            codes, scales = (
+                Part(i, grid_of(box.start, unit), grid_of(box.shape, unit), 0)
+                for i, unit in enumerate(units)
+            )
+            coded = Coded(box.rank, tensor.dtype, box.shape, 0, codes, scales)
+            found[number][1].append(_CodedBox(box.copies, coded))
     return found
 
 
-def _bucket(
-    numbers: list[int],
-    tensors: list[ExportedTensor],
-    to: frozenset[int],
-    copies: np.ndarray,
-    order: np.ndarray,
-    bounds: np.ndarray,
-    columns: tuple[np.ndarray, np.ndarray, np.ndarray],
-    most: int,
-    coded: Mapping[int, list[MatrixBox]],
-    scheme: Scheme | None,
-) -> Bucket:
+def _bucket(numbers: list[int], to: frozenset[int], of: _Sorted, most: int) -> Bucket:
     """Returns the bucket of some tensors. In each segment, copies of larger elements come first, so
-    that each copy is aligned. Tensors follow each other as in the weights that they are parts of,
-    so that one copy sends a whole weight.
+    that each copy is aligned, and codes last. Tensors follow each other as in the weights that they
+    are parts of, so that one copy sends a whole weight.
 
-    order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. columns: of each
-    copy, the rank that sends its elements, the shift of `Bucket`, and the bytes of an element.
-    most: bytes to which segments of one size may come. coded: as `_coded`.
+    most: bytes to which segments of one size may come.
     """
-    rank, shift, items = columns
-    rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
+    copies, rank, items = of.copies, of.rank, of.items
+    rows = [of.order[of.bounds[n] : of.bounds[n + 1]] for n in numbers]
     chosen, counts = np.concatenate(rows), [len(one) for one in rows]
     listed, firsts = list[ExportedTensor](), list[int]()
+    boxes = list[tuple[int, _CodedBox]]()
     for n in numbers:
         firsts.append(len(listed))
-        listed += tensors[n].coded(scheme) if scheme and n in coded else [tensors[n]]
-    tensor, apart = np.repeat(firsts, counts), np.repeat([n in coded for n in numbers], counts)
+        made, own = of.coded.get(n, ([of.tensors[n]], []))
+        boxes += [(len(listed), box) for box in own]
+        listed += made
+    apart = np.repeat([n in of.coded for n in numbers], counts)
+    tensor = np.repeat(firsts, counts)
     source = (copies["src_file"][chosen].astype("i8") << FILE) + copies["src_at"][chosen]
     _, group = np.unique(tensor * (rank.max() + 2) + rank[chosen], return_inverse=True)
     first = np.full(len(chosen), np.iinfo("i8").max)
@@ -505,9 +520,8 @@ def _bucket(
     }
     needed = {one: _aligned(int(sizes[part].sum())) for one, part in of_rank.items()}
     place = {copy: i for i, copy in enumerate(chosen.tolist())}
-    boxes = [(f, n, box) for f, n in zip(firsts, numbers, strict=True) for box in coded.get(n, ())]
-    boxes.sort(key=lambda one: place[one[2].copies[0]])
-    made = _placed(boxes, tensors, listed, needed, scheme) if scheme else []
+    boxes.sort(key=lambda pair: place[pair[1].copies[0]])
+    coded = _placed(boxes, listed, needed)
     # one collective sends segments of one size, faster than others
     even = len(to) * max(needed.values(), default=0)
     if to == of_rank.keys() and even <= min(most, UNEVEN * sum(needed.values())):
@@ -518,41 +532,44 @@ def _bucket(
         segments[one] = start, size
         start += size
     end = plain
-    for one, (_, _, box) in zip(made, boxes, strict=True):
-        part = slice(end, end := end + len(box.copies))
-        at[part] = one.at + np.cumsum(sizes[part]) - sizes[part]
-    made = [one.behind(segments[one.rank][0]) for one in made]
-    return Bucket(
-        listed, to, copies[chosen], tensor, held, at, shift[chosen], segments, start, None, made
-    )
+    for box, (_, given) in zip(coded, boxes, strict=True):
+        part = slice(end, end := end + len(given.copies))
+        at[part] = box.at + np.cumsum(sizes[part]) - sizes[part]
+    coded = [box.behind(segments[box.rank][0]) for box in coded]
+    places = tensor, held, at, of.shift[chosen], segments, start
+    return Bucket(listed, to, copies[chosen], *places, coded=coded)
 
 
 def _placed(
-    boxes: list[tuple[int, int, MatrixBox]],
-    tensors: list[ExportedTensor],
-    listed: list[ExportedTensor],
-    needed: dict[int, int],
-    scheme: Scheme,
+    boxes: list[tuple[int, _CodedBox]], listed: list[ExportedTensor], needed: dict[int, int]
 ) -> list[Coded]:
-    """Returns boxes that are quantised, with their places in the segments of their ranks: the
-    scales of all, and then the codes.
+    """Returns boxes with their places in the segments of their ranks: the scales of all, and then
+    the codes.
 
-    boxes: each with the number of its codes in `listed`, and that of its matrix in `tensors`.
-    needed: bytes of each segment, which grow.
+    boxes: each with the number of its codes in `listed`. needed: bytes of each segment, which grow.
     """
-    parts = list[list[Part]]()
-    for more, unit in ((1, block_of(scheme)), (0, (1, scheme.encoding.per_byte))):
-        parts.append([])
-        for number, _, box in boxes:
-            shape, at = grid_of(box.shape, unit), needed[box.rank]
-            parts[-1].append(Part(number + more, grid_of(box.start, unit), shape, at))
-            needed[box.rank] += math.prod(shape) * itemsize(listed[number + more].dtype)
-        needed.update({one: _aligned(size) for one, size in needed.items()})
     found, packed = list[Coded](), dict.fromkeys(needed, 0)
-    for (_, number, box), scales, codes in zip(boxes, *parts, strict=True):
-        dtype, at = tensors[number].dtype, packed[box.rank]
-        found.append(Coded(box.rank, dtype, box.shape, at, codes, scales))
+    for number, (_, box) in boxes:
+        parts = box.codes._replace(number=number), box.scales._replace(number=number + 1)
+        found.append(Coded(*box[:3], packed[box.rank], *parts))
         packed[box.rank] = _aligned(found[-1].end)
+    scales = _behind([(box.rank, box.scales) for box in found], listed, needed)
+    codes = _behind([(box.rank, box.codes) for box in found], listed, needed)
+    return [Coded(*box[:4], *parts) for box, *parts in zip(found, codes, scales, strict=True)]
+
+
+def _behind(
+    parts: list[tuple[int, Part]], listed: list[ExportedTensor], needed: dict[int, int]
+) -> list[Part]:
+    """Returns parts that lie behind what the segments of their ranks have.
+
+    parts: each with its rank. listed, needed: as for `_placed`.
+    """
+    found = []
+    for rank, part in parts:
+        found.append(part._replace(at=needed[rank]))
+        needed[rank] += math.prod(part.shape) * itemsize(listed[part.number].dtype)
+    needed.update({rank: _aligned(size) for rank, size in needed.items()})
     return found
 
 
