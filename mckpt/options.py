@@ -616,6 +616,7 @@ class VerifyOptions(Table, frozen=True):
         " mckpt.json states it."
     )
     iteration: int | None = None
+    vocab_size: int | None = None
     family: str | None = None
     mapping: str | None = None
     settings: Mapping[str, Any] = _SETTINGS

@@ -153,6 +153,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the same tensors with this number of rows of the vocabulary."""
         return replace(self, model=self.model.with_vocab_size(rows))
 
+    def with_default_vocab_size(self, rows: int) -> Self:
+        """Returns this checkpoint, whose vocabulary has this number of rows, and not more than are
+        stored, if nothing states its size.
+        """
+        try:
+            _ = self.dims
+        except description.VocabSizeUnknown:
+            stored = self.opened.padded_vocab(self.mapping) or rows
+            return self.open(self.path, self.files.options.with_(vocab_size=min(rows, stored)))
+        return self
+
     def with_padding(self) -> Self | None:
         """Returns the same tensors with the padding rows of the vocabulary, for a conversion from
         Megatron to Megatron; None if the embedding is not stored by rows.

@@ -39,7 +39,7 @@ from mckpt.errors import UsageError
     " given several times, in their order.",
 )
 @shared.run_options("the checkpoint's for torch files, else 1")
-@shared.of_source("iteration")
+@shared.of_source("iteration vocab_size")
 @shared.family_options
 @click.option(
     "--report", type=OUTPUT_FILE, help="Write everything that was measured to one HTML file."

@@ -51,7 +51,7 @@ class Graft(Edit):
     def of(given: dict[str, Any], dims: Dims) -> Graft:
         if given.keys() != {"from", "take"} or not all(isinstance(v, str) for v in given.values()):
             raise ValueError("wants from, a checkpoint, and take, what is taken from it")
-        other = Checkpoint.open(given["from"])
+        other = Checkpoint.open(given["from"]).with_default_vocab_size(dims["vocab_size"])
         graft = Graft(given["take"], digest_of(other.layout), other)
         graft._refuse_apart(dims)
         return graft

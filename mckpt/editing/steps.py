@@ -118,6 +118,7 @@ def again(data: Any, of: Checkpoint, dims: Dims, others: Sequence[Checkpoint] = 
                 raise UsageError(
                     f"{of.path}: has tensors of another checkpoint; give it with --with"
                 )
+            some = [one.with_default_vocab_size(dims["vocab_size"]) for one in some]
             for one, digest in zip(some, digests, strict=True):
                 refuse_changed(one.path, one.layout, digest, of.path)
             if name == "Stack":

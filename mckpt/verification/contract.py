@@ -51,8 +51,10 @@ def verify(
     if options.level == "train":
         raise UsageError("--contract: compares values and logits; give --level forward or bytes")
     source = Checkpoint.open(src, options.described.with_(iteration=None))
-    right = Checkpoint.open(dst, options.described)
-    more = [Checkpoint.open(path, options.described.with_(iteration=None)) for path in others]
+    described = options.described.with_(vocab_size=None)  # the manifest of `dst` has its own
+    right = Checkpoint.open(dst, described)
+    described = described.with_(iteration=None)
+    more = [Checkpoint.open(path, described) for path in others]
     merge, edits = right.files.manifest.get("average"), list[Edit]()
     if not merge:
         edits = steps.again(right.files.manifest.get("edits"), right, source.dims, more)
@@ -117,7 +119,8 @@ def _merged(
     options: VerifyOptions,
 ) -> tuple[Checkpoint, Averaging]:
     """Returns the merge that an entry of the manifest of `right` describes."""
-    inputs = [source, *others]
+    size = source.dims["vocab_size"]
+    inputs = [source, *(other.with_default_vocab_size(size) for other in others)]
     iterations = [one.get("iteration") for one in merge["inputs"]]
     if not others and None not in iterations:  # of one run
         root = source.files.root

@@ -12,8 +12,10 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt.errors import SourceError
@@ -23,6 +25,7 @@ from mckpt.storage import descriptors, sparse_copy
 from tests.helpers import nemo_archive
 from tests.helpers.commands import good, refused
 
+WEIGHTS = "model.safetensors"
 VOCABULARY = SourceOptions(vocab_size=14)
 
 
@@ -232,6 +235,28 @@ def test_a_read_that_the_system_cuts_short_goes_on(
 def test_the_whole_archive_is_checked_without_the_size_of_the_vocabulary(whole: Path) -> None:
     assert "sound" in good("check", whole).out
     refused(2, "The embedding has 16 rows", args=("megatron-to-hf", whole, whole.parent / "out"))
+
+
+def test_an_archive_that_gives_tensors_has_the_vocabulary_of_the_source(
+    whole: Path, tmp_path: Path
+) -> None:
+    src, out, edit = (tmp_path / name for name in ("src", "out", "edit"))
+    mckpt.convert(mckpt.open(whole, vocab_size=14), src)
+    zeros = {name: np.zeros_like(tensor) for name, tensor in load_file(src / WEIGHTS).items()}
+    save_file(zeros, src / WEIGHTS)
+    (src / "mckpt.json").unlink()
+    for take, start in (("layers.0", "model.layers.0."), ("head", "lm_head.")):
+        good("edit", src, out, "--edit", f"graft: {{from: {whole}, take: {take}}}", "--overwrite")
+        apart = {name for name in zeros if load_file(out / WEIGHTS)[name].any()}
+        assert apart == {name for name in zeros if name.startswith(start)}
+        good("verify", src, out, "--contract", "--with", whole)
+    args = "edit", src, out, "--edit", "vocab: {size: 18}", "--edit"
+    words = "its head belongs to a model of other dims", "vocab_size: 16, and 18 in SRC"
+    refused(2, *words, args=(*args, f"graft: {{from: {whole}, take: head}}"))
+    # the source of an edit
+    good("edit", whole, edit, "--vocab-size", 14, "--edit", "layers: {silent_after: 0}")
+    refused(2, "give --vocab-size N", args=("verify", whole, edit, "--contract"))
+    good("verify", whole, edit, "--contract", "--vocab-size", 14, "--level", "bytes")
 
 
 def test_an_archive_that_changes_while_it_is_read_is_an_error(whole: Path, tmp_path: Path) -> None:
