@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.editing.edits import EXACT, KEPT, Edit
-from mckpt.editing.pieces import again, is_moment, zeroed
+from mckpt.editing.pieces import again, file_of, is_moment, new_values, number_of, zeroed
 from mckpt.errors import UsageError, counted
 from mckpt.formats.base import Names
 from mckpt.geometry.box import ZEROS, Layout, Stored
 from mckpt.geometry.parallel import Parallel
+from mckpt.lazy import numpy as np
 from mckpt.mapping import Dims, plain
 from mckpt.mapping.schema import CARRIED, SHAPE, schema
 
 LAYER = "{layer}"
 # dims that are lists, and not one value for each layer
 NOT_BY_LAYER = ("mamba_multipliers", "mlp_multipliers")
+# what the dims start with that describe experts
+OF_EXPERTS = ("num_experts", "expert", "router_", "shared_", "normalize_topk", "moe_latent")
 INDEXERS = ("indexer_period", "indexer_offset")  # dims that state which layers have one
 # the tensors that make what a layer adds to the residual stream
 OUTPUTS = re.compile(
     r"layers\.\{layer\}\.(attn\.o|cross\.o|linear\.out|mamba\.out|mlp\.down|embed\.proj"
     r"|moe\.(experts\.\{expert\}\.down|shared\.down|latent_up))\.(weight|bias)(@.*)?"
 )
+
+
+# factors of the residual stream itself, which are 1 in a silent layer
+FACTORS = re.compile(r"layers\.\{layer\}\.scale(@.*)?")
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,6 @@ class Layers(Edit):
         for number in range(dims["mtp_layers"]):
             places[count + number] = [(len(self.order) + number, False)]
         files = [*layout.files]
-        if ZEROS not in files:
-            files.append(ZEROS)
         stored, dropped = list[Stored](), dict(layout.dropped)
         shapes = dict(layout.shapes)
         starts = "|".join(map(re.escape, self.starts))
@@ -146,7 +151,7 @@ class Layers(Edit):
                         f"layer {old} is left out"
                     )
             stored += again(s, heard)
-            stored += _silent(s, silent, layout.shapes, files.index(ZEROS))
+            stored += _silent(s, silent, files)
         out = replace(
             layout,
             files=files,
@@ -197,20 +202,26 @@ def refuse_apart(edit: str, dims: Dims) -> None:
             raise UsageError(f"{edit}: the model has {why} ({name} {dims[name]})")
 
 
-def _silent(
-    s: Stored, rows: Sequence[tuple[int, int]], shapes: Mapping[str, tuple[int, ...]], zeros: int
-) -> Iterator[Stored]:
-    """Yields stored tensors of silent layers: their outputs are zero, and so are the moments."""
-    quiet = {
+def _silent(s: Stored, rows: Sequence[tuple[int, int]], files: list[str]) -> Iterator[Stored]:
+    """Yields stored tensors of silent layers: their outputs are zero, factors of the residual
+    stream are 1, and moments are zero. files: those of the layout, to which new ones are added.
+    """
+    factors = {p.tensor for p in s.pieces if FACTORS.fullmatch(p.tensor)}
+    quiet = factors.union(
         p.tensor for p in s.pieces if OUTPUTS.fullmatch(plain(p.tensor)) or is_moment(p.tensor)
-    }
+    )
     heard = tuple(p for p in s.pieces if p.tensor not in quiet)
     if heard:
         yield from again(replace(s, pieces=heard, view=s.view or bool(quiet)), rows)
     for name in sorted(quiet) if rows and not s.replica else ():
         for piece in (p for p in s.pieces if p.tensor == name and not p.copy):
+            if name in factors and not is_moment(name):
+                ones = str(file_of(np.ones(piece.box.shape, "f4").tobytes()))
+                for _, new in rows:
+                    yield new_values(files, ones, name, new, piece.box, s.dtype)
+                continue
             for one in again(s, rows):
-                yield zeroed(one, piece, name, s.dtype, zeros)
+                yield zeroed(one, piece, name, s.dtype, number_of(files, ZEROS))
 
 
 def ranges(value: Any, count: int) -> list[int]:
@@ -233,12 +244,21 @@ def ranges(value: Any, count: int) -> list[int]:
 
 def fitted(dims: Dims) -> Dims:
     """Returns dims in which the width of the mlp is that of the widest one, which layers without an
-    mlp have too, and without the sizes of Mamba-2 layers and gated delta nets if there are none.
+    mlp have too, and without the sizes of Mamba-2 layers, gated delta nets and experts of a hybrid
+    if there are none. Raises UsageError for two layers that are one layer in a hybrid.
     """
     every = list(zip(dims["layer_parts"], dims["ffn_sizes"], strict=True))
     parts = {part for listed, _ in every for part in listed.split()}
     starts = ("mamba_",) * ("mamba" not in parts and not dims["parallel_mamba"])
     starts += ("linear_",) * (not any(dims["linear_layers"]))
+    for at, pair in enumerate(pairwise(dims["layer_parts"])) if "mamba" in parts else ():
+        if pair[0] in ("mamba", "attn") and pair[1] in ("mlp", "moe"):
+            raise UsageError(
+                f"the new layer {at} would be `{pair[0]}`, and layer {at + 1} `{pair[1]}`, which"
+                " are one layer in a hybrid; keep another layer between them"
+            )
+    if "moe" not in parts and any(len(listed.split()) < 2 for listed, _ in every):  # of a hybrid
+        starts += OF_EXPERTS
     lost = (name for name in schema().dims if name.startswith(starts) and name != "linear_layers")
     out = {**dims, **{n: neutral(dims) for n in lost if (neutral := schema().dims[n].neutral)}}
     widths = [width for listed, width in every if "mlp" in listed.split()]

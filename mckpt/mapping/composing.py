@@ -28,8 +28,8 @@ _TAKEN = (
         "constants",
         "always",
     ),
-    *("dims", "refuse", "expect", "also", "inert", "ignore", "drop", "same_as", "numbering"),
-    *("memory", "groups", "tensors", "blocks", "layers"),
+    *("dims", "refuse", "expect", "also", "follow", "inert", "ignore", "drop", "same_as"),
+    *("numbering", "memory", "groups", "tensors", "blocks", "layers"),
 )
 
 Shape = tuple[int, ...]

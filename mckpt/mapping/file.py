@@ -120,6 +120,7 @@ class MappingFile(Struct, frozen=True):
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
+    follow: dict[str, Expression]  # keys that an edit restates in a config that has them
     flags: dict[str, Any]  # arg -> its flag, for facts of the model
     run_flags: dict[str, Any]  # arg -> its flag, for settings of the run
     by_args: dict[str, Expression]  # choice -> its value, from the args
@@ -488,6 +489,14 @@ class MappingFile(Struct, frozen=True):
         """Returns the config that expresses these dims. `given` has values for the names under the
         file's `given`.
         """
+        return self._written(dims, given, self.also)
+
+    def _written(
+        self,
+        dims: Mapping[str, Any],
+        given: Mapping[str, Any] | None,
+        also: Mapping[str, Expression],
+    ) -> dict[str, Any]:
         config: dict[str, Any] = {}
         scope = {**self.given, **dims, **(given or {})}
         for name, spec in self.dims.items():
@@ -503,7 +512,7 @@ class MappingFile(Struct, frozen=True):
             except ExpressionError as e:
                 raise MappingError(f"{spec.where}: {name}: {e}") from None
             put(config, spec.keys[0], list(value) if isinstance(value, tuple) else value)
-        for key, expression in self.also.items():
+        for key, expression in also.items():
             try:
                 put(config, key, expression(scope))
             except ExpressionError as e:
@@ -581,6 +590,7 @@ class MappingFile(Struct, frozen=True):
         absent = {key for key in new if self.lookup(config, key) is None}
         for key in new.keys() - absent:
             self._set(out, key, new[key])
+        absent -= self.follow.keys()
         if absent and not self._means(out, before, after):
             for key in absent:
                 self._set(out, key, new[key])
@@ -602,8 +612,9 @@ class MappingFile(Struct, frozen=True):
         """Returns the keys that no dim has, such as `layer_types` in some families, or that are
         computed of several dims, whose value is another for the dims `after`, and this value.
         """
-        old, new = self.write(before), self.write(after)
-        keys = [*self.also, *(dim.keys[0] for dim in self.dims.values() if dim.keys and dim.write)]
+        also = {**self.also, **self.follow}
+        old, new = (self._written(dims, None, also) for dims in (before, after))
+        keys = [*also, *(dim.keys[0] for dim in self.dims.values() if dim.keys and dim.write)]
         return {k: v for k in keys if (v := self.lookup(new, k)) != self.lookup(old, k)}
 
     def adopted(
@@ -732,6 +743,7 @@ class MappingFile(Struct, frozen=True):
         """
         return {k for d in self.dims.values() for k in d.keys} | {
             *self.also,
+            *self.follow,
             *self.expect,
             *self.inert,
         }

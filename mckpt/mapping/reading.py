@@ -52,6 +52,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "derive": Node,
     "dims": Node,
     "also": Node,
+    "follow": Node,
     "flags": Node,
     "run_flags": Node,
     "by_args": Node,
@@ -487,6 +488,7 @@ def _read(path: Path, root: Node, digest: str, of_user: bool, inert: frozenset[s
         derive=expressions("derive"),
         dims=dims,
         also=expressions("also"),
+        follow=expressions("follow"),
         flags=root.get("flags") or {},
         run_flags=root.get("run_flags") or {},
         by_args=expressions("by_args"),
@@ -600,6 +602,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         ("upgrade", file.upgrade, {"config"}),
         ("refuse", {k: c.when for k, c in file.refused.items()}, {"config"}),
         ("also", file.also, written),
+        ("follow", file.follow, written),
         ("inexact", {k: c.when for k, c in file.warned.items()}, written | {"megatron"}),
     ):
         for key, expression in declared.items():

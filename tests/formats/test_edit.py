@@ -37,7 +37,9 @@ def with_layers(source: Tensors, order: list[tuple[int, bool]], count: int) -> T
         for new, (old, silent) in enumerate(order):
             if old == number:
                 zero = silent and OUTPUTS.fullmatch(rest)
-                out[f"{start}{new}{rest}"] = np.zeros_like(tensor) if zero else tensor
+                one = silent and rest == ".layer_scalar"
+                values = np.zeros_like(tensor) if zero else np.ones_like(tensor) if one else tensor
+                out[f"{start}{new}{rest}"] = values
     return out
 
 

@@ -66,6 +66,21 @@ def test_an_edit_of_a_kind_of_model(
         assert apart < 2e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("case", ["gemma4_moe", "gemma3", "gpt_oss", "falcon_h1", "mimo_v2_flash"])
+def test_silent_layers_keep_the_logits(case: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Gemma 4 multiplies the residual stream by a number in each layer."""
+    source, tokens = tiny_model(case, "float32"), made_models.tokens(case)
+    mckpt.edit(source, tmp_path / "out", ["layers: {silent_after: [0, 1, 2]}"])
+    wanted = tiny.hf_logits(source, tokens)
+    apart = np.abs(tiny.hf_logits(tmp_path / "out", tokens) - wanted).max()
+    assert apart < 2e-5 * np.abs(wanted).max()
+    mckpt.convert(source, tmp_path / "start", format="torch_dist")
+    mckpt.edit(
+        tmp_path / "start", tmp_path / "dist", ["layers: {silent_after: [0, 1, 2]}"], format="hf"
+    )
+    assert not mckpt.diff(tmp_path / "out", tmp_path / "dist")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -384,6 +399,34 @@ def test_the_layers_that_are_left_are_attentions_and_mlps(
             mckpt.convert(out, tmp_path / "back", format="hf", overwrite=True)
             out = tmp_path / "back"
         assert np.isfinite(tiny.hf_logits(out, made_models.tokens(case))).all()
+
+
+def test_a_hybrid_needs_no_experts_and_llama_nemotron_both_parts(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model("nemotron_h_moe", "float32")
+    assert mckpt.open(source).dims["layer_parts"][1::3] == ["mamba", "mlp"]
+    together = "layer 0 would be `mamba`, and layer 1 `mlp`, which are one layer in a hybrid"
+    with pytest.raises(UsageError, match=together):
+        mckpt.edit(source, tmp_path / "together", ["layers: {keep: [1, 4]}"])
+    _, start, steps = of_both_formats(source, [4, 1], tmp_path)
+    steps = ["layers: {order: [4, 1]}"]
+    for path in (source, start):
+        mckpt.edit(path, tmp_path / "hf", steps, format="hf", overwrite=True)
+        assert mckpt.open(tmp_path / "hf").dims["num_experts"] == 0
+        assert np.isfinite(
+            tiny.hf_logits(tmp_path / "hf", made_models.tokens("nemotron_h_moe"))
+        ).all()
+    mckpt.edit(source, tmp_path / "dist", steps, format="torch_dist")
+    assert not mckpt.diff(tmp_path / "hf", tmp_path / "dist")
+    source = tiny_model("llama_nemotron", "float32")
+    for layer, kind in ((1, "mlp"), (2, "attn")):
+        assert mckpt.open(source).dims["layer_parts"][layer] == kind
+        steps = [f"layers: {{keep: {layer}}}"]
+        with pytest.raises(MappingError, match="no layer has an attention, or none has an mlp"):
+            mckpt.edit(source, tmp_path / kind, steps)
+        mckpt.edit(source, tmp_path / kind, steps, format="torch_dist")
+        assert mckpt.open(tmp_path / kind).dims["layer_parts"] == [kind]
 
 
 def test_a_model_of_no_family_names_the_nearest_one(tiny_model: TinyModel, tmp_path: Path) -> None:
