@@ -244,8 +244,8 @@ def ranges(value: Any, count: int) -> list[int]:
 
 def fitted(dims: Dims) -> Dims:
     """Returns dims in which the width of the mlp is that of the widest one, which layers without an
-    mlp have too, and without the sizes of Mamba-2 layers, gated delta nets and experts of a hybrid
-    if there are none. Raises UsageError for two layers that are one layer in a hybrid.
+    mlp have too, and without what describes layers that the model does not have any more, such as
+    the sizes of Mamba-2 layers, gated delta nets and experts of a hybrid. Raises UsageError for two layers that are one layer in a hybrid.
     """
     every = list(zip(dims["layer_parts"], dims["ffn_sizes"], strict=True))
     parts = {part for listed, _ in every for part in listed.split()}
@@ -257,6 +257,8 @@ def fitted(dims: Dims) -> Dims:
                 f"the new layer {at} would be `{pair[0]}`, and layer {at + 1} `{pair[1]}`, which"
                 " are one layer in a hybrid; keep another layer between them"
             )
+    starts += ("attn_block_",) * (not any(dims["attn_blocks"]))
+    starts += ("attn_temperature",) * all(dims["rope_layers"])
     if "moe" not in parts and any(len(listed.split()) < 2 for listed, _ in every):  # of a hybrid
         starts += OF_EXPERTS
     lost = (name for name in schema().dims if name.startswith(starts) and name != "linear_layers")
