@@ -245,7 +245,9 @@ def ranges(value: Any, count: int) -> list[int]:
 def fitted(dims: Dims) -> Dims:
     """Returns dims in which the width of the mlp is that of the widest one, which layers without an
     mlp have too, and without what describes layers that the model does not have any more, such as
-    the sizes of Mamba-2 layers, gated delta nets and experts of a hybrid. Raises UsageError for two layers that are one layer in a hybrid.
+    the sizes of Mamba-2 layers, gated delta nets and experts of a hybrid.
+
+    Raises UsageError for two layers that are one layer in a hybrid.
     """
     every = list(zip(dims["layer_parts"], dims["ffn_sizes"], strict=True))
     parts = {part for listed, _ in every for part in listed.split()}

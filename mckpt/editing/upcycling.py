@@ -246,7 +246,7 @@ class Upcycle(Edit):
     def _with_router(self, layout: Layout, before: Layout, dims: Dims) -> Layout:
         """Returns the layout with the rows of the router, which are in a file of their own."""
         layers, shape = [*range(dims["num_layers"])], (self.experts, dims["hidden_size"])
-        path = file_of(b"".join(self._rows(layer, shape).tobytes() for layer in layers))
+        path = file_of(self._rows(layer, shape).tobytes() for layer in layers)
         files, stored, shapes = [*layout.files], [*layout.stored], dict(layout.shapes)
         made, zeros, none = number_of(files, path), number_of(files, ZEROS), [0] * len(layers)
         starts = [layer * math.prod(shape) * 4 for layer in layers]

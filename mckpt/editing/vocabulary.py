@@ -44,7 +44,7 @@ ADDED = 256  # rows that one of the THREADS adds at once
 THREADS = 4  # at most
 SHARES = 16  # of the columns of a product of matrices: as many threads at most
 ROWS = re.compile(r"(embed|lm_head)\.(weight|bias)(@.*)?")  # the tensors with a row for each token
-MOST_ROWS = (1 << 31) - 1  # in a map
+MOST_ROWS = 1 << 24  # 64 times those of the largest models; 700 MB of memory in a plan
 MOST_SHOWN = 8  # ranges of rows in a message
 _KEYS = {"size", "init", "seed", "tokenizer", "map"}
 
@@ -97,7 +97,7 @@ class Vocabulary(Edit):
             most = max([most, *pairs])
         if size is None and most < 0:
             raise KeyError("size")
-        size = most + 1 if size is None else size
+        size = _bounded(most + 1 if size is None else size)
         if size <= most:
             raise ValueError(f"size {size} has no row for token {most}")
         kept = _old_rows(size, pairs) if "map" in given else None
@@ -106,7 +106,7 @@ class Vocabulary(Edit):
     @classmethod
     def again(cls, data: Any, dims: Dims) -> Vocabulary:
         text, pieces = (msgspec.convert(data[name], str | None) for name in ("kept", "pieces"))
-        kept = None if text is None else _from_text(text, data["size"])
+        kept = None if text is None else _from_text(text, _bounded(data["size"]))
         found: Vocabulary = msgspec.convert({**data, "kept": None, "pieces": ()}, cls)
         parted = (one.partition("=") for one in (pieces or "").split(",") if one)
         lists = tuple((int(number), (*map(int, of.split("+")),)) for number, _, of in parted)
@@ -362,9 +362,18 @@ def _numbers(path: Path) -> dict[int, int]:
     except msgspec.DecodeError as e:
         raise SourceError(f"{path}: not valid JSON: {e}") from None
     least, most = min([0, *pairs, *pairs.values()]), max([0, *pairs, *pairs.values()])
-    if least < 0 or most > MOST_ROWS:
-        raise ValueError(f"{path}: row {least or most}: rows have numbers from 0 to {MOST_ROWS}")
+    if least < 0 or most >= MOST_ROWS:
+        raise ValueError(
+            f"{path}: row {least or most}: rows have numbers from 0 to {MOST_ROWS - 1}"
+        )
     return pairs
+
+
+def _bounded(size: int) -> int:
+    """Returns a number of rows. Raises ValueError if an edit cannot make as many."""
+    if size > MOST_ROWS:
+        raise ValueError(f"size {size:,}: an edit makes at most {MOST_ROWS:,} rows")
+    return size
 
 
 def _old_rows(size: int, pairs: Mapping[int, int]) -> np.ndarray:
@@ -376,17 +385,17 @@ def _old_rows(size: int, pairs: Mapping[int, int]) -> np.ndarray:
 
 def _from_text(text: str, size: int) -> np.ndarray:
     """Returns the array that has this `Vocabulary._text`. Raises ValueError if none has."""
-    parts = list[np.ndarray]()
+    parts, left = list[np.ndarray](), size
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if part.startswith("+"):
-            parts.append(np.full(int(part), -1))
-        else:
-            parts.append(np.arange(int(first), int(last or first) + 1))
-    found = np.concatenate(parts)
-    if len(found) != size:
-        raise ValueError(f"{len(found)} rows, not {size}")
-    return found
+        new = part.startswith("+")
+        start, end = (0, int(part)) if new else (int(first), int(last or first) + 1)
+        if (left := left - max(end - start, 0)) < 0:
+            break
+        parts.append(np.full(end, -1) if new else np.arange(start, end))
+    if left:
+        raise ValueError(f"{text:.40}: has not {size} rows")
+    return np.concatenate(parts)
 
 
 def _moved(s: Stored, names: Container[str], old_of: np.ndarray) -> Iterator[Stored]:

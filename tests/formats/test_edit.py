@@ -281,7 +281,8 @@ def test_edits_need_no_file(tmp_path: Path) -> None:
         ("prune: {ffn: 0-99999999999}", "the indices are different ones from 0 to 63"),
         ("prune: {ffn: {a: 0}}", "'a' is not the number of a layer"),
         ("mtp: {add: 1000000000}", "mtp_layers is 1000000000, and must be from 0 to 1000"),
-        ("vocab: {size: 99999999999}", "vocab_size is 99999999999, and must be from 1 to"),
+        ("vocab: {size: 99999999999}", "an edit makes at most 16,777,216 rows"),
+        ("vocab: {size: 16777217}", "size 16,777,217: an edit makes at most 16,777,216 rows"),
         ("graft: {from: SOURCE, take: layers.2-4}", "it has 4 layers and SRC 4, numbered from 0"),
     ],
 )

@@ -429,17 +429,12 @@ def test_a_hybrid_needs_no_experts_and_llama_nemotron_both_parts(
         assert mckpt.open(tmp_path / kind).dims["layer_parts"] == [kind]
 
 
-@pytest.mark.parametrize(
-    ("case", "keep"), [("llama4_scout", [0, 2, 3]), ("minimax_m3_sparse", [0])]
-)
-def test_layers_with_a_setting_of_their_own_are_left_out(
-    case: str, keep: list[int], tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    """Those left have no temperature and no blocks of keys."""
-    mckpt.edit(tiny_model(case, "float32"), tmp_path / "out", [f"layers: {{keep: {keep}}}"])
-    assert np.isfinite(tiny.hf_logits(tmp_path / "out", made_models.tokens(case))).all()
-    names = ("attn_temperature", "attn_temperature_floor", "attn_block_size")
-    assert [mckpt.open(tmp_path / "out").dims[name] for name in names] == [0, 8192, 128]
+def test_layers_with_a_temperature_are_left_out(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Those that are not rotated have one."""
+    mckpt.edit(tiny_model("llama4_scout", "float32"), tmp_path / "out", ["layers: {drop: 1}"])
+    logits = tiny.hf_logits(tmp_path / "out", made_models.tokens("llama4_scout"))
+    assert np.isfinite(logits).all()
+    assert mckpt.open(tmp_path / "out").dims["attn_temperature"] == 0
 
 
 def test_a_model_of_no_family_names_the_nearest_one(tiny_model: TinyModel, tmp_path: Path) -> None:
