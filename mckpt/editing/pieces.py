@@ -4,9 +4,7 @@ in part, or add new values to a layout.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +16,12 @@ from mckpt.formats.megatron.optimizer import MASTER
 from mckpt.geometry.box import NEW, ZEROS, Box, Layout, Piece, Rows, Stored, row_major
 from mckpt.lazy import numpy as np
 from mckpt.mapping.nodes import load
+from mckpt.storage import sparse_copy
 from mckpt.values.quantisation import Grid
 
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}  # the states that new weights can have
-FOLDER = "mckpt-new-rows-"  # starts the names of the directories of new values
-_files: dict[str, Path] = {}  # of new values, by the digest of their content
+FOLDER = "mckpt-new-rows"  # the directory of new values, in a temporary one
+_folders: list[Path] = []  # those directories; the end of a command removes them
 
 
 def loaded(path: Path) -> Any:
@@ -228,7 +227,7 @@ def number_of(files: list[str], path: str | Path) -> int:
 
 def is_made(file: str) -> bool:
     """Returns whether a file is one of `file_of`."""
-    return Path(file).parent.name.startswith(FOLDER)
+    return Path(file).parent.name == FOLDER
 
 
 def digest_of(layout: Layout) -> str:
@@ -254,16 +253,14 @@ def file_of(content: bytes | Iterable[bytes]) -> Path:
     """Returns the temporary file with this content, whole or in parts, which is removed when the
     process ends.
     """
-    directory = Path(tempfile.mkdtemp(prefix=FOLDER))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    sum_, path = hashlib.sha256(), directory / "rows"
-    with path.open("wb") as file:
+    folder = next((one for one in _folders if one.exists()), None)
+    if folder is None:
+        folder = sparse_copy.temporary() / FOLDER
+        folder.mkdir()
+        _folders.append(folder)
+    sum_ = hashlib.sha256()
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         for part in [content] if isinstance(content, bytes) else content:
             sum_.update(part)
             file.write(part)
-    digest = sum_.hexdigest()
-    if digest in _files and _files[digest].exists():
-        shutil.rmtree(directory)
-    else:
-        _files[digest] = path.rename(directory / f"{digest[:16]}.bin")
-    return _files[digest]
+    return Path(file.name).rename(folder / f"{sum_.hexdigest()[:16]}.bin")

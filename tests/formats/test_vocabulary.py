@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from mckpt.editing.vocabulary import _noise
 from mckpt.errors import SourceError, UsageError
 from tests.formats.test_edit import Tensors, made, same, written
 from tests.helpers import tiny
-from tests.helpers.commands import good, refused
+from tests.helpers.commands import command_line, good, refused, run
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "fixtures" / "tiny-qwen3"
@@ -414,6 +415,17 @@ def test_a_vocabulary_that_cannot_be_made_is_refused(
     recipe = written(f"- vocab: {step}", tmp_path)
     refused(2, words, args=("edit", SOURCE, tmp_path / "out", "--recipe", recipe))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_edit_leaves_no_files_for_ever(tmp_path: Path) -> None:
+    place, step = tmp_path / "temporary", ("--edit", "vocab: {size: 280}")
+    place.mkdir()
+    kill = "import os; from mckpt.conversion import run; run.run = lambda *a: os._exit(9)"
+    how: dict[str, Any] = {"env": {**os.environ, "TMPDIR": str(place)}}
+    run(command_line("edit", SOURCE, tmp_path / "out", *step, before=kill), code=9, **how)
+    assert len(list(place.rglob("*.bin"))) == 2
+    run(command_line("edit", SOURCE, tmp_path / "out", *step), **how)
+    assert not list(place.iterdir())
 
 
 def test_special_tokens_that_the_new_tokenizer_states_need_no_row(tmp_path: Path) -> None:
