@@ -446,11 +446,12 @@ def _read(tensor: LogicalTensor, first: int, count: int) -> np.ndarray:
 
 def _means(layout: Layout, name: str, rows: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns the mean of each of some lists of rows of a tensor, in float64."""
-    every = np.array([*itertools.chain.from_iterable(rows)])
-    stored = [part for s in layout.stored for part in _moved(s, {name}, every)]
-    shapes = {name: (len(every), *layout.shapes[name][1:])}
+    # each row is read once, and rows that follow each other together
+    own, at = np.unique([*itertools.chain.from_iterable(rows)], return_inverse=True)
+    stored = [part for s in layout.stored for part in _moved(s, {name}, own)]
+    shapes = {name: (len(own), *layout.shapes[name][1:])}
     layout = scaled_again(replace(layout, stored=stored, shapes=shapes))
-    values = _read(Reader(layout)[name], 0, len(every))
+    values = _read(Reader(layout)[name], 0, len(own))[at]
     counts = np.array([*map(len, rows)])
     return np.asarray(np.add.reduceat(values, np.cumsum(counts) - counts) / counts[:, None])
 
