@@ -108,6 +108,7 @@ class VerifyKeywords(ModelSizes, total=False):
     image: bool
     alpha: float
     iteration: int
+    vocab_size: int
     family: str
     mapping: str
     settings: Mapping[str, Any]

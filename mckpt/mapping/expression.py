@@ -125,6 +125,11 @@ def _of_layer(layers: dict[str, Any] | None, number: int, key: str) -> Any:
     return next(found, None)
 
 
+def _by_layer(items: list[Any]) -> dict[str, Any]:
+    """Returns an object whose keys are the numbers of the items that are not None."""
+    return {str(number): item for number, item in enumerate(items) if item is not None}
+
+
 def _refuse_long(length: int) -> None:
     """Raises ValueError for a value that costs more steps than there are, before it is made."""
     if length > MAX_STEPS:
@@ -169,6 +174,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "concat": _concat,
     "starts": _starts,
     "of_layer": _of_layer,
+    "by_layer": _by_layer,
     "to_json": lambda value: json.dumps(value, allow_nan=False),
     "from_json": json.loads,
     **_AT_ONCE,

@@ -401,6 +401,35 @@ def test_the_layers_that_are_left_are_attentions_and_mlps(
         assert np.isfinite(tiny.hf_logits(out, made_models.tokens(case))).all()
 
 
+@pytest.mark.parametrize(
+    "case", ["gemma4_moe", "nemotron_h", "nemotron_h_moe", "gemma3", "gpt_oss"]
+)
+def test_the_config_of_transformers_itself_follows(
+    case: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """It states the layers in more keys than published files have."""
+    plain, source = tiny_model(case, "float32"), tmp_path / "source"
+    config = read_json(plain)
+    tiny.class_of(config).config_class.from_dict(config).save_pretrained(source)
+    tiny.write_json(
+        source / "config.json", {**read_json(source), "architectures": config["architectures"]}
+    )
+    shutil.copy(plain / "model.safetensors", source)
+    tokens = made_models.tokens(case)
+    for number, step in enumerate(
+        (
+            "layers: {order: [0, 2, 1, 1, 2]}",
+            "layers: {silent_after: [0, 1, 2]}",
+            "kv_heads: {times: 2}",
+        )
+    ):
+        out = tmp_path / f"{number}"
+        mckpt.edit(source, out, [step])
+        mckpt.edit(plain, tmp_path / f"plain{number}", [step])
+        logits = tiny.hf_logits(out, tokens)
+        assert (logits == tiny.hf_logits(tmp_path / f"plain{number}", tokens)).all()
+
+
 def test_a_hybrid_needs_no_experts_and_llama_nemotron_both_parts(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
