@@ -638,8 +638,9 @@ class MappingFile(Struct, frozen=True):
         out = self.restate(out, dims, changed)
         try:
             again = self.read(out, {"vocab_size": dims["vocab_size"]})
-        except MappingError:  # it lacks keys, which the family before has under other names
-            return {**out, **written}
+        except MappingError:  # it lacks keys, or the family before knows more values of one
+            read = {key.partition(".")[0] for dim in self.dims.values() for key in dim.keys}
+            return {**{key: value for key, value in out.items() if key not in read}, **written}
         return self.restate(out, dims, [n for n in dims if not equal(again[n], dims[n])])
 
     def to_restate(

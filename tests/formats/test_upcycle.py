@@ -208,6 +208,9 @@ def test_config_json_has_the_keys_of_the_new_class_alone(tmp_path: Path) -> None
     assert given["bias"] is False and "bias" not in config
     assert None not in (config.get("rope_parameters") or config.get("rope_scaling") or {}).values()
     assert mckpt.open(out).mapping.unknown(config) == {}
+    assert (
+        mckpt.open(out).dims["num_experts"] == 6
+    )  # it has no dynamic rope_scaling, which mixtral refuses
 
 
 def test_run_config_describes_the_edited_model(tmp_path: Path) -> None:
