@@ -430,6 +430,29 @@ def test_the_config_of_transformers_itself_follows(
         assert (logits == tiny.hf_logits(tmp_path / f"plain{number}", tokens)).all()
 
 
+@pytest.mark.parametrize(
+    ("case", "step", "name"),
+    [
+        ("llama", "heads: 0-2", "num_heads"),
+        ("llama", "hidden: 0-62", "num_heads"),
+        ("gpt_bigcode_heads", "heads: 0-6", "num_heads"),
+        ("helium", "heads: 0", "head_dim"),
+        ("olmoe", "heads: 0-6", "head_dim"),
+        ("bamba", "hidden: 0-89", "mamba_heads"),
+    ],
+)
+def test_sizes_that_the_class_of_transformers_cannot_have_are_refused(
+    case: str, step: str, name: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """transformers loads no such config, or its tensors have other shapes."""
+    source = tiny_model(case, "float32")
+    with pytest.raises(MappingError, match=f"  - {name}: "):
+        mckpt.edit(source, tmp_path / "out", [f"prune: {{{step}}}"])
+    mckpt.edit(source, tmp_path / "out", [f"prune: {{{step}}}"], allow_inexact=[name])
+    with pytest.raises(Exception, match=r"multiple of|divi|mismatched"):
+        tiny.load(tmp_path / "out")
+
+
 def test_a_hybrid_needs_no_experts_and_llama_nemotron_both_parts(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
