@@ -738,6 +738,7 @@ rows("an adapter that is not computed", "", MERGE, {
         ("pissa", {"init_lora_weights": "pissa_niter_4"}, "changes the weights of the base too"),
         ("OLoRA", {"init_lora_weights": "OLoRA"}, "changes the weights of the base too"),
         ("parameters", {"target_parameters": True}, "must be a list of names"),
+        ("bias", {"bias": {"all": 1}}, "bias is {'all': 1}, and must be none, all or lora_only"),
         ("rank", {"r": 5}, "another rank than adapter_config.json gives them"),
         ("DoRA", {"use_dora": True}, "the adapter has no lora_magnitude_vector"),
         ("rank 0", {"r": 0}, "r is 0, and must be a whole number from 1 to 2147483648"),

@@ -295,6 +295,8 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
         for name in ("use_rslora", "use_dora", "fan_in_fan_out")
         if not isinstance(config.get(name, False), bool)
     ]
+    if (bias := config.get("bias")) not in (None, "none", "all", "lora_only"):
+        wrong.append(f"bias is {bias!r:.60}, and must be none, all or lora_only")
     if (order := config.get("lora_B_layout")) not in (None, *rules()["peft"]["columns"]):
         wrong.append(
             f"lora_B_layout is {order!r:.60}, and must be {' or '.join(rules()['peft']['columns'])}"

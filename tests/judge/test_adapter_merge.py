@@ -294,6 +294,7 @@ LOADED = [
     ("hy_v3", ("experts.down_proj", "gate.weight", "shared_experts.up_proj.weight")),
     ("internvl_moe", ("experts.gate_up_proj", "experts.down_proj", "gate.weight")),
     ("nemotron_h_moe", ("experts.up_proj", "experts.down_proj", "mixer.in_proj.weight")),
+    ("mamba2", ("mixer.in_proj.weight",)),
     ("qwen3_5", ("linear_attn.in_proj_a.weight",)),
     ("qwen3_next", ("linear_attn.in_proj_qkvz.weight",)),
 ]
