@@ -7,8 +7,9 @@ them into a segment, copy by copy:
     bucket   [segment of rank 0 | segment of rank 2]      --> tensors, by the same copies
               q rows 0..8, k rows 0..4    q rows 8..16
 
-A part that all receivers hold is not sent: each of them copies it from its own memory. What is
-quantised is, if possible, so before it is sent: its codes and its scales are two tensors then.
+A part that all receivers hold is not sent: each of them copies it from its own memory. A rank
+quantises what it holds before it sends it, if it holds whole blocks. The codes and the scales are
+then two tensors of the bucket.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class Bucket(NamedTuple):
     copies: np.ndarray  # of COPY, in the order of the segments
     tensor: np.ndarray  # of each copy: the number of its tensor in the bucket
     rank: np.ndarray  # of each copy: the rank that sends its elements, or OWN
-    # of each copy that is sent: its first byte in the bucket; of one into `coded`, that there
+    # of each copy that is sent: its first byte in the bucket. Of a copy into a box of `coded`: its
+    # first byte where the boxes are packed
     at: np.ndarray
     # of each copy: the bytes by which its elements lie behind their place on the rank in the plan
     shift: np.ndarray
@@ -446,6 +448,8 @@ class _Sorted(NamedTuple):
 
 
 class _CodedBox(NamedTuple):
+    """A box that its rank quantises, before it has a place in a bucket."""
+
     copies: list[int]  # which read its elements in their order
     box: Coded
 

@@ -66,8 +66,8 @@ class Delta(NamedTuple):
 
 
 class DeltaBucket(NamedTuple):
-    """What changed in several tensors. `indices` and `values` list the changes of one tensor after
-    those of another. The caller may keep both.
+    """What changed in several tensors. `indices` and `values` have the changes of the first tensor,
+    then those of the second one, and so on. The caller may keep both.
     """
 
     names: list[str]

@@ -180,7 +180,9 @@ class Memory:
                 continue
             tensors[number] = tensor = getattr(weight.module, weight.attribute, None)
             if tensor is None:
-                raise UsageError(f"{weight.name}: is no longer there; make the Sync again")
+                raise UsageError(
+                    f"{weight.name}: the model no longer has this weight; make the Sync again"
+                )
             _refuse_released(tensor, weight.name)
             if (found := _form(weight)) != form:
                 said = [

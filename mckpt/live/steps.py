@@ -150,7 +150,7 @@ def steps_of(
     columns += [bucket.tensor.tolist(), bucket.rank.tolist(), bucket.at.tolist()]
     columns += [bucket.shift.tolist()]
     copies = [_CopyRow(*row) for row in zip(*columns, strict=True)]
-    # copies into boxes that are quantised, which then have copies of their own
+    # copies into boxes that are quantised; further copies then send the codes and the scales
     coded, known = {one.codes.number for one in bucket.coded}, len(casts)
     packs = [copy for copy in copies if copy.number in coded]
     copies = [copy for copy in copies if copy.number not in coded]
