@@ -110,7 +110,7 @@ def overall_scales(largest: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(
-    matrices: torch.Tensor, scheme: Scheme, overall: torch.Tensor | None
+    matrices: torch.Tensor, scheme: Scheme, overall: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the codes and the scales of n matrices, and the flags; see `quantise`."""
     import torch

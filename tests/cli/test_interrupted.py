@@ -492,7 +492,7 @@ def test_a_change_goes_on_with_what_was_written(tmp_path, src, kind, monkeypatch
     dst = tmp_path / "dst"
     assert dying("fsync", 4, *change(kind, src, dst))
     assert list(dst.glob(".mckpt-*/done/*[0-9]"))
-    monkeypatch.setattr(pieces, "_files", {})
+    monkeypatch.setattr(pieces, "_folders", [])
     assert "continues an interrupted run" in good(*change(kind, src, dst)).err
     good(*change(kind, src, tmp_path / "whole"))
     assert tree(dst) == tree(tmp_path / "whole")

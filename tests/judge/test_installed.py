@@ -50,7 +50,7 @@ READ = {
     "layer_types": "of caches and masks, where the window is that of another key",
     "enable_moe_block, layers_block_type, mlp_layer_types": "a dim reads it in an expression",
     "hidden_act": "of the towers of Gemma 4, whose text reads hidden_activation",
-    "mlp_only_layers, per_layer_config, sliding_window_pattern": "a dim reads it in an expression",
+    "mlp_only_layers, sliding_window_pattern": "a dim reads it in an expression",
     "max_position_embeddings": "the first Qwen reads seq_length in its place",
     "num_logits_to_keep": "how many positions are computed",
     "original_max_position_embeddings": "longrope alone uses it",
